@@ -1,0 +1,159 @@
+"""Records that cross retrieval's boundary: documents in, hits out. Nothing here imports torch or faiss."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+DEFAULT_COLLECTION = "default"
+
+
+class Document(msgspec.Struct, frozen=True):
+    """One ingested source. It is fully searchable or not there at all."""
+
+    document_id: str
+    collection: str
+    title: str
+    source: str
+    """File name or label it came from; never used as a path."""
+    metadata: dict[str, Any]
+    """The caller's own fields, JSON values."""
+    num_passages: int
+    num_tokens: int
+    """Tokens of all passages, counted by the embedder's tokenizer."""
+    content_sha256: str
+    created_s: float
+    """Unix time of ingest."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know, such as a page without text."""
+
+
+class Passage(msgspec.Struct, frozen=True):
+    """One stretch of a document that is embedded, found and cited as a whole."""
+
+    passage_id: str
+    document_id: str
+    text: str
+    """The passage itself, exactly as it stands in the document's extracted text."""
+    start: int
+    """First character in the extracted text of the document."""
+    end: int
+    """One past the last character."""
+    page: int | None = None
+    """Page it begins on, from 1, where the source has pages."""
+    heading: str = ""
+    """Headings above it, outermost first, joined by ' > '."""
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """Where a hit's rank comes from. `dense` is cosine clamped to [0, 1], computed for every fused candidate."""
+
+    dense: float
+    lexical: float
+    """BM25, 0 where the passage shares no word with the query."""
+    fused: float
+
+
+class Hit(msgspec.Struct, frozen=True):
+    """A passage found for a query."""
+
+    passage: Passage
+    document_id: str
+    title: str
+    source: str
+    score: float
+    """Cosine of query and passage, clamped to [0, 1]."""
+    scores: Scores
+    metadata: dict[str, Any]
+
+
+class SearchMode(StrEnum):
+    """Which index answers."""
+
+    HYBRID = "hybrid"
+    DENSE = "dense"
+    LEXICAL = "lexical"
+
+
+class SearchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A question to the index."""
+
+    query: str
+    collection: str = DEFAULT_COLLECTION
+    top_k: int = 5
+    filters: dict[str, Any] | None = None
+    """Metadata equality, `{"field": value}` with every pair required; operators raise `ValueError` by name."""
+    mode: SearchMode = SearchMode.HYBRID
+
+
+class SearchResult(msgspec.Struct, frozen=True):
+    """Hits, best first, and what each stage took."""
+
+    hits: tuple[Hit, ...]
+    embed_ms: float
+    search_ms: float
+
+
+class SourceFile(msgspec.Struct, frozen=True):
+    """One thing to ingest: a file's bytes with its name, or plain text."""
+
+    name: str
+    """File name (its suffix decides the parser) or a label."""
+    data: bytes
+    document_id: str | None = None
+    """Chosen by the caller, else derived from collection and name. Ingesting an id again replaces it."""
+    title: str | None = None
+    metadata: dict[str, Any] = {}
+    media_type: str | None = None
+    """Where given, wins over the suffix: `text/plain`, `text/markdown`, `text/html`, `application/pdf`."""
+
+
+class IngestRequest(msgspec.Struct, frozen=True):
+    """A batch of sources for one collection. One bad source does not sink the others."""
+
+    sources: tuple[SourceFile, ...]
+    collection: str = DEFAULT_COLLECTION
+
+
+class JobState(StrEnum):
+    """Where an ingest job stands."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    """Nothing was ingested."""
+
+
+class SourceError(msgspec.Struct, frozen=True):
+    """Why one source was not ingested."""
+
+    name: str
+    code: str
+    """`unsupported_type`, `no_text`, `bad_encoding`, `bad_document`, `invalid_id` or `internal_error`."""
+    message: str
+
+
+class Job(msgspec.Struct, frozen=True):
+    """An ingest job, as it stands now."""
+
+    job_id: str
+    state: JobState
+    collection: str
+    num_sources: int
+    num_done: int
+    """Sources finished, well or not."""
+    documents: tuple[Document, ...] = ()
+    errors: tuple[SourceError, ...] = ()
+
+
+class RetrievalStats(msgspec.Struct, frozen=True):
+    """Gauges for metrics."""
+
+    num_documents: int
+    num_passages: int
+    embedder: str
+    collections: dict[str, int]
+    """Documents in each collection."""
