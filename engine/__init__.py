@@ -1,0 +1,62 @@
+"""Tokens in, tokens out: paged KV cache, radix prefix cache, chunked prefill, continuous batching.
+
+Importing this package brings only records and the control plane; torch is imported when `LLM` is first touched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.api import (
+    BLOCK_SIZE,
+    SHARED_SCOPE,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+    Segment,
+    SegmentKind,
+    TokenCounts,
+)
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.llm import LLM
+    from engine.tokenizer import Tokenizer, load_tokenizer
+
+_LAZY = {
+    "LLM": "engine.llm",
+    "EngineConfig": "engine.config",
+    "Tokenizer": "engine.tokenizer",
+    "load_tokenizer": "engine.tokenizer",
+}
+
+__all__ = [
+    "BLOCK_SIZE",
+    "LLM",
+    "SHARED_SCOPE",
+    "EngineConfig",
+    "EngineInfo",
+    "EngineRequest",
+    "EngineStats",
+    "FinishReason",
+    "RequestOutput",
+    "RequestStats",
+    "SamplingParams",
+    "Segment",
+    "SegmentKind",
+    "TokenCounts",
+    "Tokenizer",
+    "load_tokenizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,51 @@
+"""Engine settings, one frozen struct; the names are those people know from vLLM."""
+
+from __future__ import annotations
+
+import msgspec
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none",)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an engine is started with. `verify` refuses values it cannot honour, by name."""
+
+    model: str = "SmolLM2-135M-Instruct"
+    """Model to serve: a GGUF file, a Hugging Face folder, or a name from `foreword models list`."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together. Default: what the model was trained for, at most what the KV pool holds."""
+    enable_prefix_caching: bool = True
+    """Reuse KV of prompts seen before."""
+    enable_chunked_prefill: bool = True
+    """Split long prompts over steps, so that running answers go on meanwhile."""
+    max_num_seqs: int = 64
+    """Most requests that run at once."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step."""
+    kv_cache_tokens: int | None = None
+    """Tokens the KV pool holds (rounded down to blocks of 16). Default: as many as fit 1 GiB, at least one full-length request."""
+    dtype: str = "auto"
+    """Weights and KV: auto, float32, bfloat16 or float16. `auto` is bfloat16 where the device multiplies it fast, else float32."""
+    quantization: str = "none"
+    """Weight quantization: none."""
+    seed: int = 0
+    """Seed of the engine's own random numbers, for requests that bring none."""
+    num_threads: int | None = None
+    """CPU threads of the engine process. Default: all cores."""
+
+    def verify(self) -> None:
+        """Raise `ValueError`, whose message begins with the field's name, if a value cannot be honoured."""
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < 32:
+            raise ValueError(f"kv_cache_tokens must be at least 32, got {self.kv_cache_tokens}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization!r}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {self.num_threads}")
