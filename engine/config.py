@@ -14,19 +14,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model: str = "SmolLM2-135M-Instruct"
     """Model to serve: a GGUF file, a Hugging Face folder, or a name from `foreword models list`."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output together. Default: what the model was trained for, at most what the KV pool holds."""
+    """Most tokens of prompt and output together. Default: what the model was trained for."""
     enable_prefix_caching: bool = True
     """Reuse KV of prompts seen before."""
     enable_chunked_prefill: bool = True
     """Split long prompts over steps, so that running answers go on meanwhile."""
     max_num_seqs: int = 64
     """Most requests that run at once."""
-    max_num_batched_tokens: int = 512
-    """Token budget of one step."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step. Default: 512, or max_model_len where chunked prefill is off."""
     kv_cache_tokens: int | None = None
-    """Tokens the KV pool holds (rounded down to blocks of 16). Default: as many as fit 1 GiB, at least one full-length request."""
+    """Tokens the KV pool holds, in blocks of 16. Default: what fits 1 GiB, or one full-length request if more."""
     dtype: str = "auto"
-    """Weights and KV: auto, float32, bfloat16 or float16. `auto` is bfloat16 where the device multiplies it fast, else float32."""
+    """Weights and KV: float32, bfloat16, float16, or auto: bfloat16 where the device is fast at it, else float32."""
     quantization: str = "none"
     """Weight quantization: none."""
     seed: int = 0
@@ -39,8 +39,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < 32:
             raise ValueError(f"kv_cache_tokens must be at least 32, got {self.kv_cache_tokens}")
         if self.dtype not in DTYPES:
