@@ -61,7 +61,10 @@ class BlockLayout:
         positions = np.arange(first, last)
         starts = np.asarray(self.starts[: len(block_ids)])
         blocks = np.searchsorted(starts, positions, side="right") - 1
-        return np.asarray(block_ids, np.int64)[blocks] * BLOCK_SIZE + (positions - starts[blocks])
+        slots: npt.NDArray[np.int64] = np.asarray(block_ids, np.int64)[blocks] * BLOCK_SIZE + (
+            positions - starts[blocks]
+        )
+        return slots
 
 
 def block_keys(

@@ -153,6 +153,10 @@ class Scheduler:
         self._waiting.append(request)
         return request
 
+    def requests(self) -> list[Request]:
+        """All requests in the engine, running and waiting."""
+        return list(self._requests.values())
+
     def abort(self, request_id: str) -> Request | None:
         """End a request at once and free its blocks. Unknown or ended ids are ignored, since ends race with aborts."""
         request = self._requests.get(request_id)

@@ -1,0 +1,111 @@
+"""Runs steps on the device: owns the weights and the KV pool, knows token ids and slots, not requests' lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.api import BLOCK_SIZE
+from engine.checkpoint import ModelConfig, iter_weights, load_config
+from engine.config import EngineConfig
+from engine.model import KVPool, LlamaModel
+from engine.sampler import sample
+from engine.scheduler import ScheduledRequest, SchedulerOutput
+from kernels.batch import AttentionBatch, Sequence
+from kernels.dispatch import make_attention
+
+DEFAULT_POOL_BYTES = 1 << 30
+SPARE_BLOCKS = 64
+"""Blocks beyond a full-length request's own, for its segments' partly filled last blocks."""
+
+
+class ModelRunner:
+    """Model, pool and sampler behind one call, `execute`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        config.verify()
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        path = Path(config.model)
+        self.model_config = load_config(path)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        self.max_model_len = _max_model_len(config, self.model_config)
+        self.num_blocks = _num_blocks(config, self.model_config, self.max_model_len, self.dtype)
+        c = self.model_config
+        inv_freq = torch.from_numpy(c.inv_freq()).to(self.device)
+        self._attention, self.attention_note = make_attention(
+            self.device, c.num_q_heads, c.num_kv_heads, c.head_dim, inv_freq
+        )
+        self._model = LlamaModel(c, iter_weights(path, c), self._attention, self.dtype, self.device)
+        shape = (c.num_layers, self.num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
+        self._pool = KVPool(
+            torch.zeros(shape, dtype=self.dtype, device=self.device),
+            torch.zeros(shape, dtype=self.dtype, device=self.device),
+        )
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> dict[str, int | str]:
+        """Compute a step; returns the next token id, or a fault, of each request that needs one."""
+        if not output.requests:
+            return {}
+        wanting = [r for r in output.requests if r.needs_token]
+        logits = self.logits(output, [len(r.token_ids) - 1 for r in wanting], wanting)
+        return sample(logits, wanting) if wanting else {}
+
+    @torch.inference_mode()
+    def logits(self, output: SchedulerOutput, rows: list[int], of: list[ScheduledRequest]) -> torch.Tensor:
+        """Logits [len(rows), vocab_size]: of each request in `of`, the row-th new token's."""
+        requests = output.requests
+        offsets = np.cumsum([0, *(len(r.token_ids) for r in requests)])
+        first = {r.request_id: int(at) for r, at in zip(requests, offsets, strict=False)}
+        picks = [first[r.request_id] + row for r, row in zip(of, rows, strict=True)]
+        batch = AttentionBatch(
+            tuple(
+                Sequence(len(r.token_ids), r.start, r.block_ids, r.block_starts, r.block_valids, r.block_deltas)
+                for r in requests
+            )
+        )
+        return self._model.forward(
+            self._ids([t for r in requests for t in r.token_ids]),
+            self._ids(np.concatenate([np.arange(r.start, r.start + len(r.token_ids)) for r in requests])),
+            self._ids(np.concatenate([r.slots for r in requests])),
+            self._attention.plan(batch),
+            self._pool,
+            self._ids(picks),
+        )
+
+    def _ids(self, values: object) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self.device)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch type a setting names; `auto` is bfloat16 where the device multiplies it in hardware, else float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore") if Path("/proc/cpuinfo").exists() else ""
+    has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_position_embeddings
+    if config.max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len ({config.max_model_len}) is above what the model was trained for "
+            f"({model.max_position_embeddings})"
+        )
+    return config.max_model_len
+
+
+def _num_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype) -> int:
+    if config.kv_cache_tokens is not None:
+        return config.kv_cache_tokens // BLOCK_SIZE
+    bytes_per_block = 2 * model.num_layers * BLOCK_SIZE * model.num_kv_heads * model.head_dim * dtype.itemsize
+    return max(DEFAULT_POOL_BYTES // bytes_per_block, -(-max_model_len // BLOCK_SIZE) + SPARE_BLOCKS)

@@ -1,0 +1,51 @@
+"""Messages between a gateway and an engine process, as MessagePack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.api import EngineInfo, EngineRequest, EngineStats, RequestOutput
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Gateway: run this request."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Gateway: end this request at once."""
+
+    request_id: str
+
+
+class AskStats(msgspec.Struct, frozen=True, tag=True):
+    """Gateway: say how you are."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Engine: a token can be made now."""
+
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Engine: it cannot start, and why. It exits after this."""
+
+    error: str
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """Engine: what a step added."""
+
+    outputs: list[RequestOutput]
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Engine: answer to `AskStats`."""
+
+    stats: EngineStats
+
+
+ToEngine = Add | Abort | AskStats
+FromEngine = Ready | Failed | Outputs | Stats
