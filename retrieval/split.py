@@ -1,0 +1,86 @@
+"""Cuts a parsed document into passages: along its structure, by the embedder's own token count, with nothing lost.
+
+Neighbouring blocks under one heading and on one page are put together up to a target length. A block that is longer
+than the limit is cut at the last line end, sentence end or word end that fits, and inside a word only if it must.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from retrieval.parse import Block, Parsed
+
+TokenOffsets = Callable[[str], Sequence[tuple[int, int]]]
+"""Text -> character span of each token of the embedder's tokenizer, no special tokens."""
+
+_CUTS = (re.compile(r"\n\s*"), re.compile(r"(?<=[.!?…。！？])\s+|(?<=[。！？])"), re.compile(r"\s+"))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A passage as a span of the document's text."""
+
+    start: int
+    end: int
+    heading: str
+    page: int | None
+    num_tokens: int
+
+
+def split(parsed: Parsed, offsets: TokenOffsets, max_tokens: int) -> list[Span]:
+    """Passages of a document, in order; each has at most `max_tokens` tokens, and together they hold all its text."""
+    out: list[Span] = []
+    for group in _groups(parsed, offsets, max_tokens):
+        start, end = group[0].start, group[-1].end
+        out += _cut(parsed.text, start, end, group[-1], offsets, max_tokens)
+    return out
+
+
+def _groups(parsed: Parsed, offsets: TokenOffsets, max_tokens: int) -> Iterator[list[Block]]:
+    """Runs of blocks that fit together. A heading goes with what follows it."""
+    group: list[Block] = []
+    size = 0
+    for block in parsed.blocks:
+        n = len(offsets(parsed.text[block.start : block.end])) + 2
+        new_section = bool(group) and block.is_heading and not all(b.is_heading for b in group)
+        if group and (new_section or size + n > max_tokens or block.page != group[-1].page):
+            yield group
+            group, size = [], 0
+        group.append(block)
+        size += n
+    if group:
+        yield group
+
+
+def _cut(text: str, start: int, end: int, block: Block, offsets: TokenOffsets, max_tokens: int) -> Iterator[Span]:
+    """Cut text[start:end] into spans of at most `max_tokens` tokens."""
+    while start < end:
+        tokens = offsets(text[start:end])
+        if len(tokens) <= max_tokens:
+            yield Span(start, end, block.heading, block.page, len(tokens))
+            return
+        # A piece may tokenise to more tokens alone than inside its block, so the limit is checked again on the piece.
+        limit, stop = max_tokens, start
+        while limit > 0:
+            stop = start + _best_cut(text[start:end], tokens[limit][0])
+            n = len(offsets(text[start:stop]))
+            if n <= max_tokens:
+                break
+            limit -= n - max_tokens
+        piece = text[start:stop].rstrip()
+        if piece:
+            yield Span(start, start + len(piece), block.heading, block.page, len(offsets(piece)))
+        start = stop
+        while start < end and text[start].isspace():
+            start += 1
+
+
+def _best_cut(text: str, limit: int) -> int:
+    """Best place to cut at or before `limit`: the latest line, sentence or word end in the second half, else `limit`."""
+    for pattern in _CUTS:
+        ends = [m.end() for m in pattern.finditer(text, 0, limit)]
+        if ends and ends[-1] > limit // 2:
+            return ends[-1]
+    return max(limit, 1)
