@@ -21,15 +21,15 @@ from engine.api import (
     SegmentKind,
     TokenCounts,
 )
+from engine.config import EngineConfig
+from engine.wire import Abort, Add, AskStats, Failed, FromEngine, Outputs, Ready, Stats
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
     from engine.llm import LLM
     from engine.tokenizer import Tokenizer, load_tokenizer
 
 _LAZY = {
     "LLM": "engine.llm",
-    "EngineConfig": "engine.config",
     "Tokenizer": "engine.tokenizer",
     "load_tokenizer": "engine.tokenizer",
 }
@@ -38,16 +38,24 @@ __all__ = [
     "BLOCK_SIZE",
     "LLM",
     "SHARED_SCOPE",
+    "Abort",
+    "Add",
+    "AskStats",
     "EngineConfig",
     "EngineInfo",
     "EngineRequest",
     "EngineStats",
+    "Failed",
     "FinishReason",
+    "FromEngine",
+    "Outputs",
+    "Ready",
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
     "Segment",
     "SegmentKind",
+    "Stats",
     "TokenCounts",
     "Tokenizer",
     "load_tokenizer",

@@ -118,11 +118,11 @@ def decode(name: str, data: bytes, declared: str | None = None) -> str:
     for bom, encoding in _BOMS:
         if data.startswith(bom):
             return _clean(name, data[len(bom) :], encoding)
-    for encoding in ("utf-8", declared, _looks_like(data)):
-        if encoding is None:
+    for candidate in ("utf-8", declared, _looks_like(data)):
+        if candidate is None:
             continue
         try:
-            return _clean(name, data, encoding)
+            return _clean(name, data, candidate)
         except ParseError:
             continue
     raise ParseError(
@@ -189,8 +189,11 @@ _HTML_NOISE = (
     "[role=contentinfo],div.sphinxsidebar,div.related,a.headerlink,[hidden]"
 )
 _HTML_BLOCKS = frozenset(
-    "address article aside blockquote body center dd details dialog div dl dt fieldset figcaption figure hr li main ol p"
-    " section summary table tbody thead tfoot tr ul br h1 h2 h3 h4 h5 h6 pre td th caption".split()
+    {
+        *("address", "article", "aside", "blockquote", "body", "center", "dd", "details", "dialog", "div", "dl", "dt"),
+        *("fieldset", "figcaption", "figure", "hr", "li", "main", "ol", "p", "section", "summary", "table", "tbody"),
+        *("thead", "tfoot", "tr", "ul", "br", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "td", "th", "caption"),
+    }
 )
 
 

@@ -31,7 +31,7 @@ from retrieval.api import (
 from retrieval.dense import FlatIndex, Vectors
 from retrieval.embed import Embedder
 from retrieval.lexical import BM25
-from retrieval.parse import ParseError, Parsed, parse
+from retrieval.parse import Parsed, ParseError, parse
 from retrieval.split import Span, split
 from retrieval.store import Store
 
@@ -41,7 +41,7 @@ CONTEXT_TOKENS = 56
 """Most tokens of title and headings that are embedded in front of a passage."""
 CANDIDATES = 50
 """Hits taken from each index before they are fused."""
-LEXICAL_WEIGHT = 0.6
+LEXICAL_WEIGHT = 0.3
 """Share of BM25 in the fused score; see README.md, Fusion."""
 MAX_TOP_K = 100
 
@@ -311,7 +311,7 @@ def check_collection(name: str) -> None:
 
 
 def check_document_id(document_id: str) -> None:
-    """Raise `ParseError` (invalid_id) for an id that is empty, longer than 200, or holds a slash or control character."""
+    """Raise `ParseError` (invalid_id) for an id that is empty, over 200 long, or holds a slash or control character."""
     if not 1 <= len(document_id) <= 200 or re.search(r"[\x00-\x1f\x7f/\\]", document_id):
         raise ParseError(
             "invalid_id", f"document id {document_id[:80]!r} is empty, too long, or holds / \\ or control characters"

@@ -78,7 +78,7 @@ def _cut(text: str, start: int, end: int, block: Block, offsets: TokenOffsets, m
 
 
 def _best_cut(text: str, limit: int) -> int:
-    """Best place to cut at or before `limit`: the latest line, sentence or word end in the second half, else `limit`."""
+    """Best cut at or before `limit`: the latest line, sentence or word end in the second half, else `limit`."""
     for pattern in _CUTS:
         ends = [m.end() for m in pattern.finditer(text, 0, limit)]
         if ends and ends[-1] > limit // 2:

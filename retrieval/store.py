@@ -122,8 +122,11 @@ class Store:
 
     def all_passages(self) -> Iterator[StoredPassage]:
         """Everything the indexes are made of."""
-        sql = "SELECT p.key, d.collection, p.record, p.context, p.vector FROM passages p JOIN documents d USING (document_id)"
-        for key, collection, record, context, vector in self._db.execute(sql + " ORDER BY p.key"):
+        sql = (
+            "SELECT p.key, d.collection, p.record, p.context, p.vector"
+            " FROM passages p JOIN documents d USING (document_id) ORDER BY p.key"
+        )
+        for key, collection, record, context, vector in self._db.execute(sql):
             passage = msgspec.msgpack.decode(record, type=Passage)
             yield StoredPassage(key, collection, passage, context, np.frombuffer(vector, "<f4"))
 

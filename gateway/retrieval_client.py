@@ -1,0 +1,150 @@
+"""Retrieval in a child process, behind ordinary async calls."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway.supervisor import ChildProcess
+from retrieval import (
+    METHODS,
+    Call,
+    Document,
+    DocumentsRequest,
+    Failed,
+    FromWorker,
+    IngestRequest,
+    Job,
+    Passage,
+    Ready,
+    Reply,
+    RetrievalStats,
+    SearchRequest,
+    SearchResult,
+)
+
+
+class RetrievalDead(Exception):
+    """The worker is gone, not there yet, or failed in a call by its own fault."""
+
+
+class RetrievalClient:
+    """Calls to the worker. Each raises `ValueError`, naming the fault, for a bad argument, and `RetrievalDead`."""
+
+    def __init__(self, data_dir: Path, embedder: Path, num_threads: int = 1) -> None:
+        args = ["--data-dir", str(data_dir), "--embedder", str(embedder), "--threads", str(num_threads)]
+        self._child = ChildProcess("retrieval.worker", args, self._take, self._died)
+        self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+        self._ids = count()
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._settled = asyncio.Event()
+        self._failed: str | None = None
+        self.is_ready = False
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the worker died and was started again."""
+        return self._child.num_restarts
+
+    async def start(self) -> None:
+        """Start the worker; returns when calls can be made. Raises `RetrievalDead` if it cannot start."""
+        self._child.start()
+        await self._settled.wait()
+        if self._failed is not None:
+            raise RetrievalDead(self._failed)
+
+    async def stop(self) -> None:
+        """End the worker."""
+        self.is_ready = False
+        await self._child.stop()
+        self._fail_all("retrieval was stopped")
+
+    async def search(self, request: SearchRequest) -> SearchResult:
+        """Best passages for a question."""
+        result: SearchResult = await self._call("search", request)
+        return result
+
+    async def ingest(self, request: IngestRequest) -> Job:
+        """Start a job and return it as it begins."""
+        job: Job = await self._call("ingest", request)
+        return job
+
+    async def job(self, job_id: str) -> Job | None:
+        """A job as it stands, or None if there is none of that id."""
+        job: Job | None = await self._call("job", job_id)
+        return job
+
+    async def wait(self, job_id: str) -> Job:
+        """A job once it has ended."""
+        job: Job = await self._call("wait", job_id)
+        return job
+
+    async def documents(self, collection: str | None = None, limit: int = 100, offset: int = 0) -> list[Document]:
+        """Records in the order of ingest."""
+        documents: list[Document] = await self._call("documents", DocumentsRequest(collection, limit, offset))
+        return documents
+
+    async def document(self, document_id: str) -> Document | None:
+        """One record."""
+        document: Document | None = await self._call("document", document_id)
+        return document
+
+    async def passages(self, document_id: str) -> list[Passage]:
+        """A document's passages, in order."""
+        passages: list[Passage] = await self._call("passages", document_id)
+        return passages
+
+    async def delete(self, document_id: str) -> bool:
+        """Delete a document everywhere; False if there was none."""
+        return bool(await self._call("delete", document_id))
+
+    async def stats(self) -> RetrievalStats:
+        """Gauges for metrics."""
+        stats: RetrievalStats = await self._call("stats", None)
+        return stats
+
+    async def _call(self, method: str, argument: object) -> Any:
+        if not self.is_ready:
+            raise RetrievalDead("retrieval is not ready")
+        call_id = next(self._ids)
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        self._child.send(msgspec.msgpack.encode(Call(call_id, method, msgspec.msgpack.encode(argument))))
+        try:
+            payload = await future
+        finally:
+            self._calls.pop(call_id, None)
+        return msgspec.msgpack.decode(payload, type=METHODS[method][1])
+
+    def _take(self, frame: bytes) -> None:
+        match self._decoder.decode(frame):
+            case Ready():
+                self.is_ready = True
+                self._child.mark_ready()
+                self._settled.set()
+            case Failed(error):
+                self._failed = error
+                self._child.should_restart = False
+                self._settled.set()
+            case Reply(call_id, payload, error_type, error):
+                future = self._calls.get(call_id)
+                if future is None or future.done():
+                    return
+                if error_type is None:
+                    future.set_result(payload)
+                else:
+                    kind = ValueError if error_type == "ValueError" else RetrievalDead
+                    future.set_exception(kind(error if kind is ValueError else f"{error_type}: {error}"))
+
+    def _died(self, code: int) -> None:
+        self.is_ready = False
+        self._fail_all(f"the retrieval worker ended with code {code}")
+
+    def _fail_all(self, why: str) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(RetrievalDead(why))

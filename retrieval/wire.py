@@ -1,0 +1,63 @@
+"""Messages between a gateway and a retrieval worker, as MessagePack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from retrieval.api import Document, IngestRequest, Job, Passage, RetrievalStats, SearchRequest, SearchResult
+
+
+class DocumentsRequest(msgspec.Struct, frozen=True):
+    """Which records to list."""
+
+    collection: str | None = None
+    limit: int = 100
+    offset: int = 0
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Gateway: run a method; `payload` is its argument, MessagePack."""
+
+    call_id: int
+    method: str
+    payload: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Worker: calls can be made now."""
+
+    stats: RetrievalStats
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Worker: it cannot start, and why. It exits after this."""
+
+    error: str
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    """Worker: a call's result, MessagePack, or its fault."""
+
+    call_id: int
+    payload: bytes = b""
+    error_type: str | None = None
+    """`ValueError` for a bad argument; anything else is the worker's own fault."""
+    error: str = ""
+
+
+FromWorker = Ready | Failed | Reply
+
+METHODS: dict[str, tuple[Any, Any]] = {
+    "search": (SearchRequest, SearchResult),
+    "ingest": (IngestRequest, Job),
+    "job": (str, Job | None),
+    "wait": (str, Job),
+    "documents": (DocumentsRequest, list[Document]),
+    "document": (str, Document | None),
+    "passages": (str, list[Passage]),
+    "delete": (str, bool),
+    "stats": (type(None), RetrievalStats),
+}
+"""Method -> type of its argument and of its result."""
