@@ -3,8 +3,8 @@
 A prompt is a list of segments, stable things first: system, one segment for each passage, and a tail with everything
 that is unique to the request. The shared part can then be found in the cache, whoever asks and whatever is asked.
 
-A template is rendered once with private marks in place of the contents; what stands around the marks is kept, so any chat
-template works. Control tokens count only where the template itself wrote them: in contents they are hidden behind
+A template is rendered once with private marks in place of the contents; what stands around the marks is kept, so any
+chat template works. Control tokens count only where the template itself wrote them: in contents they are hidden behind
 private-use characters while the template is rendered and cut, and then encoded as the plain text they are.
 """
 
@@ -223,7 +223,7 @@ class PromptAssembler:
         return _Frame(before, after, glue)
 
     def _with_system(self, system: str, turns: list[dict[str, str]]) -> str:
-        """Render with a system message, or with its text in front of the first user message if the template has none."""
+        """Render with a system message, or its text in front of the first user message if the template has none."""
         if not system:
             return self._tokenizer.render_chat(turns)
         try:

@@ -23,7 +23,10 @@ from retrieval.api import (
 from retrieval.wire import METHODS, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
 
 if TYPE_CHECKING:
+    from retrieval.lexical import fold
     from retrieval.retriever import Retriever
+
+_LAZY = {"Retriever": "retrieval.retriever", "fold": "retrieval.lexical"}
 
 __all__ = [
     "DEFAULT_COLLECTION",
@@ -48,12 +51,13 @@ __all__ = [
     "SearchResult",
     "SourceError",
     "SourceFile",
+    "fold",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Retriever":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from retrieval.retriever import Retriever
+    from importlib import import_module
 
-    return Retriever
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

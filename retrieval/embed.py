@@ -72,7 +72,7 @@ class Embedder:
             from sentence_transformers import SentenceTransformer
             from transformers.utils import logging
 
-            logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.disable_progress_bar()
             if self._num_threads:
                 torch.set_num_threads(self._num_threads)
             self._model = SentenceTransformer(str(self._folder), local_files_only=True)

@@ -1,0 +1,80 @@
+"""Prometheus metrics of one server, in a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from engine import EngineStats, RequestStats
+from retrieval import RetrievalStats
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """Counters and histograms that handlers feed, and gauges set when they are read."""
+
+    def __init__(self) -> None:
+        r = self._registry = CollectorRegistry()
+        self.requests = Counter("foreword_requests", "Requests by route and status", ["route", "status"], registry=r)
+        self.ttft = Histogram(
+            "foreword_time_to_first_token_seconds",
+            "Arrival to first token, queue included",
+            registry=r,
+            buckets=_SECONDS,
+        )
+        self.tpot = Histogram(
+            "foreword_time_per_output_token_seconds",
+            "Time per output token after the first",
+            registry=r,
+            buckets=_SECONDS,
+        )
+        self.e2e = Histogram("foreword_e2e_request_latency_seconds", "Arrival to end", registry=r, buckets=_SECONDS)
+        self.queue = Histogram(
+            "foreword_queue_time_seconds", "Wait in the engine's queue", registry=r, buckets=_SECONDS
+        )
+        self.prompt_tokens = Counter(
+            "foreword_prompt_tokens", "Prompt tokens by how they were had", ["kind"], registry=r
+        )
+        self.output_tokens = Counter("foreword_output_tokens", "Tokens generated", registry=r)
+        self.stage = Histogram(
+            "foreword_retrieval_stage_seconds", "Retrieval time by stage", ["stage"], registry=r, buckets=_SECONDS
+        )
+        self._running = Gauge("foreword_requests_running", "Requests that have KV blocks", registry=r)
+        self._waiting = Gauge("foreword_requests_waiting", "Requests in the engine's queue", registry=r)
+        self._blocks = Gauge("foreword_kv_blocks", "KV blocks by state", ["state"], registry=r)
+        self._preemptions = Gauge("foreword_preemptions", "Preemptions since the engine started", registry=r)
+        self._aborts = Gauge("foreword_aborts", "Aborted requests since the engine started", registry=r)
+        self._restarts = Gauge("foreword_engine_restarts", "Times the engine was started again", registry=r)
+        self._documents = Gauge("foreword_documents", "Documents by collection", ["collection"], registry=r)
+        self._passages = Gauge("foreword_passages", "Passages in all collections", registry=r)
+        for kind in ("prefix", "linked", "computed"):
+            self.prompt_tokens.labels(kind)
+
+    def finished(self, stats: RequestStats, ttft_s: float, total_s: float) -> None:
+        """Count a request that ended."""
+        self.prompt_tokens.labels("prefix").inc(stats.counts.prefix)
+        self.prompt_tokens.labels("linked").inc(stats.counts.linked)
+        self.prompt_tokens.labels("computed").inc(stats.counts.computed)
+        self.output_tokens.inc(stats.num_output_tokens)
+        self.queue.observe(stats.queue_s)
+        self.ttft.observe(ttft_s)
+        self.e2e.observe(total_s)
+        if stats.num_output_tokens > 1:
+            self.tpot.observe(stats.decode_s / (stats.num_output_tokens - 1))
+
+    def render(self, engine: EngineStats | None, retrieval: RetrievalStats | None, num_restarts: int) -> bytes:
+        """The text that Prometheus reads."""
+        self._restarts.set(num_restarts)
+        if engine is not None:
+            self._running.set(engine.num_running)
+            self._waiting.set(engine.num_waiting)
+            for state in ("free", "evictable", "protected", "held"):
+                self._blocks.labels(state).set(getattr(engine, f"{state}_blocks"))
+            self._preemptions.set(engine.num_preemptions)
+            self._aborts.set(engine.num_aborted)
+        if retrieval is not None:
+            self._documents.clear()
+            for name, n in retrieval.collections.items():
+                self._documents.labels(name).set(n)
+            self._passages.set(retrieval.num_passages)
+        return generate_latest(self._registry)

@@ -1,0 +1,213 @@
+"""Bodies of requests, with the one rule for fields: honoured, refused, or listed here as ignored; all else is unknown.
+
+A field of OpenAI's API that would change the answer and is not supported is refused unless it has its neutral value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine import SamplingParams
+from gateway.errors import ApiError
+from retrieval import DEFAULT_COLLECTION, SearchMode
+
+IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
+        *("prompt_cache_retention", "parallel_tool_calls", "reasoning_effort"),
+    }
+)
+"""Fields that change no text here: accepted and not used."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "response_format": (None, {"type": "text"}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "moderation": (None,),
+    "suffix": (None, ""),
+    "echo": (None, False),
+}
+"""Fields that are not supported yet, with the values that ask for nothing."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields that all generating routes share."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+
+    def params(self, default_max_tokens: int, temperature: float, max_tokens: int | None = None) -> SamplingParams:
+        """Sampling parameters. Raises `ApiError` naming the first field that is out of range."""
+        wanted = max_tokens if max_tokens is not None else self.max_tokens
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        params = SamplingParams(
+            max_tokens=wanted if wanted is not None else default_max_tokens,
+            temperature=temperature if self.temperature is None else self.temperature,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+        try:
+            params.verify()
+        except ValueError as e:
+            raise ApiError("invalid_request", str(e), str(e).split(" ", 1)[0]) from e
+        return params
+
+
+class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """A part of a message's content; only text can be read."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message. Tool calls are passed to the chat template as they are."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class RequestDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A passage that the caller brings along."""
+
+    text: str
+    id: str | None = None
+    title: str | None = None
+
+
+class ChatRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    model: str
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    documents: list[RequestDocument] | None = None
+
+
+class CompletionRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions."""
+
+    model: str
+    prompt: str | list[str] | list[int]
+    stream_options: StreamOptions | None = None
+
+
+class HistoryMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An earlier turn that the client sends itself."""
+
+    role: str
+    content: str
+
+
+class RagRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /rag/query."""
+
+    query: str
+    collection: str = DEFAULT_COLLECTION
+    top_k: int = 5
+    filters: dict[str, Any] | None = None
+    mode: SearchMode = SearchMode.HYBRID
+    history: list[HistoryMessage] | None = None
+    conversation_id: str | None = None
+    """`new` begins a conversation that the server keeps; the reply names its id."""
+    system: str | None = None
+    model: str = "default"
+
+
+class IngestDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A document given as text."""
+
+    text: str
+    id: str | None = None
+    title: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class IngestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /rag/documents with JSON."""
+
+    documents: list[IngestDocument]
+    collection: str = DEFAULT_COLLECTION
+
+
+def strip_neutral(raw: dict[str, Any]) -> dict[str, Any]:
+    """Drop fields that are ignored or ask for nothing. Raises `ApiError` for one that is not supported."""
+    out = {}
+    for name, value in raw.items():
+        if name in IGNORED:
+            continue
+        if name in NEUTRAL:
+            if (value in NEUTRAL[name] and type(value) is not bool) or (value is False and False in NEUTRAL[name]):
+                continue
+            raise ApiError("unsupported_parameter", f"{name} is not supported (got {value!r})"[:300], name)
+        out[name] = value
+    return out
+
+
+def message_dicts(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages for the chat template. Raises `ApiError` for what cannot be read."""
+    if not messages:
+        raise ApiError("invalid_request", "messages must not be empty", "messages")
+    return [_message_dict(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def _message_dict(message: ChatMessage, at: str) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise ApiError("invalid_request", f"{at}.role is {message.role!r}; known: {', '.join(ROLES)}", f"{at}.role")
+    if message.content is None and not message.tool_calls:
+        raise ApiError("invalid_request", f"{at}.content is missing", f"{at}.content")
+    parts = message.content if isinstance(message.content, list) else []
+    for i, part in enumerate(parts):
+        if part.type not in ("text", "input_text") or part.text is None:
+            raise ApiError("invalid_request", f"{at}.content[{i}]: parts of type {part.type!r} are not supported", at)
+    text = (
+        "".join(p.text or "" for p in parts) if parts else message.content if isinstance(message.content, str) else ""
+    )
+    if message.tool_calls:
+        calls = msgspec.json.encode(message.tool_calls).decode()
+        text = f"{text}\n{calls}" if text else calls
+    return {"role": "system" if message.role == "developer" else message.role, "content": text}

@@ -1,0 +1,173 @@
+"""Settings: frozen structs whose fields are the flags, the `FOREWORD_*` variables and the keys of the TOML file.
+
+Rising priority: defaults, file, variables, flags. Anything unknown is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import os
+import textwrap
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from engine import EngineConfig
+from gateway.models import DEFAULT_EMBEDDER
+
+RESERVED = frozenset({"FOREWORD_CACHE", "FOREWORD_CONFIG", "FOREWORD_TEST_DATA", "FOREWORD_PYTHON_DOC"})
+"""Variables that are no settings."""
+
+
+class SettingsError(Exception):
+    """A setting is unknown or has a wrong value; the message names it and where it came from."""
+
+
+def _default_data_dir() -> str:
+    return str(Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "foreword")
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the gateway is started with."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on."""
+    data_dir: str = msgspec.field(default_factory=_default_data_dir)
+    """Folder of the document store. Default: foreword in the user's data folder."""
+    embedder: str = DEFAULT_EMBEDDER
+    """Embedder: a sentence-transformers folder, or a name from `foreword models list`."""
+    embed_threads: int = 1
+    """CPU threads for embedding."""
+    offline: bool = False
+    """Never fetch a model; fail if one is missing."""
+    max_body_bytes: int = 64 * 1024 * 1024
+    """Largest request body, uploads included."""
+    keep_alive_s: float = 10.0
+    """Seconds without an event after which a stream sends a comment, so that proxies keep it open."""
+    shutdown_grace_s: float = 20.0
+    """Seconds that running answers get to finish on SIGTERM."""
+    default_max_tokens: int = 256
+    """Output tokens of a request that does not say how many it wants."""
+    no_context_reply: str = "I found nothing about this in the documents."
+    """Answer of /rag/query when retrieval finds nothing; the model is not asked then."""
+    max_conversations: int = 1000
+    """Conversations kept in memory; the longest unused goes first."""
+    log_level: str = "warning"
+    """debug, info, warning or error."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """All settings of `foreword serve`."""
+
+    gateway: GatewaySettings
+    engine: EngineConfig
+
+
+GROUPS: dict[str, type[msgspec.Struct]] = {"gateway": GatewaySettings, "engine": EngineConfig}
+
+
+def docs_of(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """The docstring under each field."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
+    assert isinstance(body, ast.ClassDef)
+    out: dict[str, str] = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            assert isinstance(text, ast.Expr)
+            assert isinstance(text.value, ast.Constant)
+            out[field.target.id] = " ".join(str(text.value.value).split())
+    return out
+
+
+def known_settings() -> dict[str, tuple[str, Any, Any, str]]:
+    """Name -> group, type, default as shown, docstring."""
+    out = {}
+    for group, struct in GROUPS.items():
+        hints, docs = get_type_hints(struct), docs_of(struct)
+        for f in msgspec.structs.fields(struct):
+            default = f.default if f.default is not msgspec.NODEFAULT else None
+            out[f.name] = (group, hints[f.name], default, docs[f.name])
+    return out
+
+
+def add_flags(parser: argparse.ArgumentParser, only: frozenset[str] | None = None) -> None:
+    """Give a parser `--config` and a flag for each setting."""
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings (default: ./foreword.toml if there)")
+    for name, (_, kind, default, doc) in known_settings().items():
+        if only is not None and name not in only:
+            continue
+        shown = "" if default is None else f" Default: {default}."
+        flag, text = "--" + name.replace("_", "-"), (doc + shown).replace("%", "%%")
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            parser.add_argument(flag, default=None, help=text, metavar=name.split("_")[-1].upper())
+
+
+def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from file, variables and flags. Raises `SettingsError`."""
+    environ = os.environ if environ is None else environ
+    known = known_settings()
+    values: dict[str, Any] = {}
+    for source, given in (_from_file(flags.get("config"), environ), _from_environ(environ), ("flag", flags)):
+        for name, value in given.items():
+            if name not in known:
+                if source == "flag":
+                    continue
+                raise SettingsError(f"{source}: there is no setting {name!r}")
+            if value is not None:
+                values[name] = _convert(name, known[name][1], value, source)
+    groups = {g: {n: v for n, v in values.items() if known[n][0] == g} for g in GROUPS}
+    settings = Settings(GatewaySettings(**groups["gateway"]), EngineConfig(**groups["engine"]))
+    try:
+        settings.engine.verify()
+    except ValueError as e:
+        raise SettingsError(str(e)) from e
+    return settings
+
+
+def markdown_table() -> str:
+    """The settings as a Markdown table."""
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, (_, _, default, doc) in known_settings().items():
+        rows.append(f"| `{name}` | {'' if default is None else f'`{default}`'} | {doc.replace('|', '/')} |")
+    return "\n".join(rows)
+
+
+def _from_file(flag: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    named = flag or environ.get("FOREWORD_CONFIG")
+    path = Path(named or "foreword.toml")
+    if not path.exists() and named is None:
+        return "file", {}
+    try:
+        return str(path), tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise SettingsError(f"cannot read {path}: {e}") from e
+
+
+def _from_environ(environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    mine = {k: v for k, v in environ.items() if k.startswith("FOREWORD_") and k not in RESERVED}
+    return "environment", {k.removeprefix("FOREWORD_").lower(): v for k, v in mine.items()}
+
+
+def _convert(name: str, kind: Any, value: Any, source: str) -> Any:
+    is_optional = get_origin(kind) in (Union, UnionType) and NoneType in get_args(kind)
+    if isinstance(value, str) and is_optional:
+        (kind,) = (k for k in get_args(kind) if k is not NoneType)
+    try:
+        return msgspec.convert(value, kind, strict=not isinstance(value, str))
+    except msgspec.ValidationError as e:
+        raise SettingsError(f"{source}: {name} is {value!r}: {e}") from e
+
+
+if __name__ == "__main__":
+    print(markdown_table())
