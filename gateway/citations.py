@@ -1,4 +1,4 @@
-"""Citations are made after decoding: each sentence of the answer is aligned with the stretch of a passage that holds it.
+"""Citations are made after decoding: each sentence of the answer is aligned with the stretch of a passage that says it.
 
 A sentence is supported as far as a passage's stretch contains its content words, weighted: words that the question
 already had count little, since repeating the question proves nothing, and numbers count double. Below `THRESHOLD` a
@@ -20,9 +20,17 @@ MAX_WINDOW = 2
 
 _WORD = re.compile(r"\w+")
 _SENTENCE = re.compile(r"[^.!?。！？\n]*(?:[.!?](?=\w)[^.!?。！？\n]*)*[.!?。！？\n]*")
-_STOP = frozenset(
-    ["a", "an", "the", "of", "in", "on", "at", "to", "for", "from", "by", "with", "and", "or", "but", "not", "no", "is", "are", "was", "were", "be", "been", "being", "it", "its", "this", "that", "these", "those", "as", "if", "then", "than", "so", "such", "which", "who", "whom", "what", "when", "where", "how", "why", "do", "does", "did", "can", "could", "will", "would", "should", "may", "might", "must", "have", "has", "had", "i", "you", "he", "she", "we", "they", "them", "his", "her", "their", "our", "your", "my", "me", "us", "there", "here", "also", "into", "about", "over", "under", "la", "cua", "va", "cac", "nhung", "mot", "cho", "trong", "voi", "duoc", "khong", "co", "den", "tu", "khi", "da", "se", "nay", "do", "thi", "ma"]
-)
+_STOP_WORDS = """
+    a an the of in on at to for from by with and or but not no is
+    are was were be been being it its this that these those as if then than so such
+    which who whom what when where how why do does did can could will would should may might
+    must have has had i you he she we they them his her their our your my me
+    us there here also into about over under la cua va cac nhung mot cho trong voi duoc
+    khong co den tu khi da se nay do thi ma
+"""
+"""Words that carry no meaning of their own, folded: English and Vietnamese."""
+
+_STOP = frozenset(_STOP_WORDS.split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,11 @@ class Settings(msgspec.Struct, frozen=True):
     gateway: GatewaySettings
     engine: EngineConfig
 
+    @property
+    def data_dir(self) -> Path:
+        """Folder of the document store."""
+        return Path(self.gateway.data_dir).expanduser()
+
 
 GROUPS: dict[str, type[msgspec.Struct]] = {"gateway": GatewaySettings, "engine": EngineConfig}
 

@@ -1,0 +1,168 @@
+"""The ASGI application: routes, error handlers, and the life of the services behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+from litestar import Litestar, Request, Response, get
+from litestar.datastructures import State
+from litestar.enums import ScopeType
+from litestar.exceptions import HTTPException
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.engine_client import EngineDead
+from gateway.errors import ApiError, on_api_error, on_http_error, on_unexpected
+from gateway.openai_routes import chat_completions, completions, list_models, services_of
+from gateway.openapi import openapi_document
+from gateway.rag import RagPipeline
+from gateway.rag_routes import (
+    add_documents,
+    delete_document,
+    get_document,
+    get_job,
+    list_documents,
+    rag_query,
+)
+from gateway.retrieval_client import RetrievalDead
+from gateway.services import Services
+from gateway.sse import ClientGone
+
+log = logging.getLogger("foreword")
+AnyRequest = Request[Any, Any, Any]
+
+
+@get("/health/live")
+async def health_live() -> dict[str, str]:
+    """The process answers."""
+    return {"status": "live"}
+
+
+@get("/health/ready")
+async def health_ready(request: AnyRequest) -> Response[dict[str, Any]]:
+    """A question can be answered now: 200, else 503 with what is missing."""
+    s = services_of(request)
+    parts = {"engine": s.engine.is_ready, "retrieval": s.retrieval.is_ready, "draining": s.is_draining}
+    status = 200 if s.is_ready else 503
+    return Response({"status": "ready" if s.is_ready else "not ready", **parts}, status_code=status)
+
+
+@get("/metrics")
+async def metrics(request: AnyRequest) -> Response[bytes]:
+    """Prometheus metrics."""
+    s = services_of(request)
+    engine = retrieval = None
+    try:
+        engine = await s.engine.stats()
+        retrieval = await s.retrieval.stats()
+    except (EngineDead, RetrievalDead) as e:
+        log.info("metrics without live gauges: %s", e)
+    text = s.metrics.render(engine, retrieval, s.engine.num_restarts)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@get("/docs/openapi.json")
+async def openapi_json() -> dict[str, Any]:
+    """The API's description in OpenAPI 3.1."""
+    return openapi_document()
+
+
+@get("/docs")
+async def docs_page() -> Response[str]:
+    """The API's description as a page, with nothing from another host."""
+    return _page("docs.html")
+
+
+@get("/")
+async def home_page() -> Response[str]:
+    """Ask questions in a browser."""
+    return _page("index.html")
+
+
+def _page(name: str) -> Response[str]:
+    return Response(files("gateway").joinpath("static", name).read_text(encoding="utf-8"), media_type="text/html")
+
+
+def on_client_gone(_: AnyRequest, __: ClientGone) -> Response[None]:
+    """Nobody reads this; 499 is what proxies log for it."""
+    return Response(None, status_code=499)
+
+
+def make_app(services: Services, on_fatal: Callable[[str], None] | None = None) -> Litestar:
+    """The application. Its services start with it and end with it; `on_fatal` hears why they could not start."""
+    starting: list[asyncio.Task[None]] = []
+
+    async def startup() -> None:
+        starting.append(asyncio.create_task(_start(services, on_fatal)))
+
+    async def shutdown() -> None:
+        for task in starting:
+            task.cancel()
+        await services.stop()
+
+    return Litestar(
+        route_handlers=[
+            *(health_live, health_ready, metrics, openapi_json, docs_page, home_page),
+            *(rag_query, add_documents, list_documents, get_document, delete_document, get_job),
+            *(chat_completions, completions, list_models),
+        ],
+        on_startup=[startup],
+        on_shutdown=[shutdown],
+        middleware=[_observe(services)],
+        exception_handlers={
+            ApiError: on_api_error,
+            ClientGone: on_client_gone,
+            HTTPException: on_http_error,
+            Exception: on_unexpected,
+        },
+        openapi_config=None,
+        state=State({"services": services, "pipeline": RagPipeline(services)}),
+        request_max_body_size=services.settings.gateway.max_body_bytes,
+        logging_config=None,
+    )
+
+
+async def _start(services: Services, on_fatal: Callable[[str], None] | None) -> None:
+    try:
+        await services.start()
+    except Exception as e:  # whatever it is, the server cannot serve: say so and end
+        log.error("cannot start: %s", e)
+        if on_fatal is not None:
+            on_fatal(str(e))
+
+
+def _observe(services: Services) -> Callable[[ASGIApp], ASGIApp]:
+    """Middleware that echoes the request id and counts requests by route and status."""
+
+    def factory(app: ASGIApp) -> ASGIApp:
+        async def middleware(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != ScopeType.HTTP:
+                await app(scope, receive, send)
+                return
+            request_id = _request_id(scope)
+
+            async def observed(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                    route = scope.get("path_template") or "unknown"
+                    services.metrics.requests.labels(route, str(message["status"])).inc()
+                await send(message)
+
+            await app(scope, receive, observed)
+
+        return middleware
+
+    return factory
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's id if it is harmless, else a new one. Only echoed, never used as a key."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"")
+    if re.fullmatch(rb"[\x21-\x7e]{1,128}", given):
+        return bytes(given)
+    return uuid.uuid4().hex.encode()

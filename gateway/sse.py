@@ -1,0 +1,83 @@
+"""Server-sent events, and what happens when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Request
+from litestar.response import Stream
+
+T = TypeVar("T")
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the answer was ready."""
+
+
+def event(data: object, name: str | None = None) -> bytes:
+    """One event with JSON data."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def stream(events: AsyncGenerator[bytes, None], keep_alive_s: float) -> Stream:
+    """A response of events, with comments while there are none. Closing it closes the generator."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return Stream(with_keep_alive(events, keep_alive_s), media_type="text/event-stream", headers=headers)
+
+
+async def with_keep_alive(events: AsyncGenerator[bytes, None], every_s: float) -> AsyncIterator[bytes]:
+    """Pass events on; after `every_s` seconds without one, a comment. The first comment is sent at once."""
+    upcoming: asyncio.Task[bytes] | None = None
+    yield KEEP_ALIVE
+    try:
+        while True:
+            upcoming = upcoming or asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait({upcoming}, timeout=every_s)
+            if not done:
+                yield KEEP_ALIVE
+                continue
+            finished, upcoming = upcoming, None
+            try:
+                yield finished.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        if upcoming is not None:
+            upcoming.cancel()
+            with suppress(asyncio.CancelledError, StopAsyncIteration):
+                await upcoming
+        await events.aclose()
+
+
+async def until_disconnect(request: Request[Any, Any, Any], work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`, but cancel it when the client goes away. Raises `ClientGone`.
+
+    The server cancels a stream's generator on disconnect but never a plain handler, so this watches the connection.
+    """
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for t in (task, watch):
+            if not t.done():
+                t.cancel()
+                with suppress(asyncio.CancelledError):
+                    await t
+
+
+async def _disconnected(request: Request[Any, Any, Any]) -> None:
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
