@@ -139,8 +139,9 @@ def summary(final: dict[str, Any]) -> str:
     d = u["prompt_tokens_details"]
     lines.append(
         f"  {u['prompt_tokens']} prompt tokens: {d['prefix_tokens']} from the prefix cache, "
-        f"{d['linked_tokens']} linked, {d['computed_tokens']} computed; first token after {t['ttft_ms']:.0f} ms, all after {t['total_ms']:.0f} ms"
+        f"{d['linked_tokens']} linked, {d['computed_tokens']} computed"
     )
+    lines.append(f"  first token after {t['ttft_ms']:.0f} ms, all after {t['total_ms']:.0f} ms")
     return "\n".join(lines)
 
 

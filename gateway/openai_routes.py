@@ -129,8 +129,8 @@ def _chat_prompt(services: Services, body: ChatRequest, params: SamplingParams) 
 def _completion_prompts(services: Services, body: CompletionRequest, params: SamplingParams) -> list[Prompt]:
     limit = services.info.max_model_len - 1
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
-    if not given:
-        raise ApiError("invalid_request", "prompt must not be empty", "prompt")
+    if not given or len({type(item) for item in given}) > 1:
+        raise ApiError("invalid_request", "prompt must be a text, or a list of texts or of token ids", "prompt")
     try:
         if isinstance(given[0], int):
             vocab_size = services.info.vocab_size

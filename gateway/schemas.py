@@ -132,7 +132,8 @@ class CompletionRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_on
     """POST /v1/completions."""
 
     model: str
-    prompt: str | list[str] | list[int]
+    prompt: str | list[str | int]
+    """A text, several texts, or the token ids of one."""
     stream_options: StreamOptions | None = None
 
 

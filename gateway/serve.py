@@ -6,8 +6,11 @@ import asyncio
 import ipaddress
 import json
 import logging
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -41,6 +44,15 @@ def make_services(settings: Settings) -> Services:
     return Services(settings, engine, retrieval, model)
 
 
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that leaves signals to us: its own way raises them again at the end, so the exit code would not be 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing is captured."""
+        yield
+
+
 class Server:
     """uvicorn with our app, plus what the command line says about it."""
 
@@ -50,7 +62,7 @@ class Server:
         self._services = make_services(settings)
         self._fatal: str | None = None
         app = make_app(self._services, self._on_fatal)
-        self._uvicorn = uvicorn.Server(
+        self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
                 host=g.host,
@@ -74,6 +86,9 @@ class Server:
             print(
                 f"foreword: listening on {g.host} without access control: anyone can read and delete", file=sys.stderr
             )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.end)
         announce = asyncio.create_task(self._announce())
         try:
             await self._uvicorn.serve()
@@ -94,8 +109,9 @@ class Server:
         return True
 
     def end(self) -> None:
-        """Stop serving."""
-        self._uvicorn.should_exit = True
+        """Take no new requests, let running ones finish, then end; a second call ends at once."""
+        self._uvicorn.force_exit = self._uvicorn.should_exit
+        self._uvicorn.should_exit = self._services.is_draining = True
 
     async def _announce(self) -> None:
         """Say what is served, and leave the address where other commands find it."""
@@ -134,7 +150,7 @@ async def _demo(settings: Settings) -> int:
     server = Server(settings)
     serving = asyncio.create_task(server.run())
     if await server.ready():
-        documents = [*sorted(REPO.glob("*.md")), *sorted(REPO.glob("*/README.md"))]
+        documents = [*sorted(REPO.glob("*.md")), *sorted(REPO.glob("[a-z]*/README.md"))]
         named = [(str(p.relative_to(REPO)).replace("/", "-"), p) for p in documents]
         try:
             await asyncio.to_thread(ingest_url, server.url, named, DEMO_COLLECTION)

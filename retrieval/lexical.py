@@ -1,8 +1,8 @@
 """BM25 over passages in memory (Robertson and Zaragoza 2009, section 3.2), in any language.
 
 Words are folded to lower case without diacritics, so that text typed without them is found; a word that carries
-diacritics is indexed a second time as it is, so that exact marks rank higher. Scripts without spaces are indexed by
-characters and pairs of characters; identifiers whole and in parts.
+diacritics is indexed a second time as it is, so that exact marks rank higher. Scripts without spaces, and
+Korean with its endings, are indexed by characters and pairs of characters; identifiers whole and in parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-_UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _RUN = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z_]+|\d+")
 

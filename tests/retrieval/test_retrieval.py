@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_passages_hold_all_text_and_never_pass_the_limit(embedder: Embedder, par
     parsed = parse("a.txt", source.encode())
     spans = split(parsed, embedder.offsets, limit)
     assert all(s.num_tokens <= limit and embedder.count(parsed.text[s.start : s.end]) == s.num_tokens for s in spans)
-    assert all(a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.end <= b.start for a, b in pairwise(spans))
     kept = "".join("".join(parsed.text[s.start : s.end].split()) for s in spans)
     assert kept == "".join(parsed.text.split())
 
@@ -241,7 +242,7 @@ def test_one_bad_source_does_not_sink_the_others(retriever: Retriever) -> None:
 
 @pytest.mark.parametrize("name", ["../../etc/x.txt", "/abs/x.txt", "a\\..\\x.txt", "x\0.txt", "y" * 400 + ".txt"])
 def test_file_names_are_labels_never_paths(retriever: Retriever, tmp_path: Path, name: str) -> None:
-    before = {p for p in tmp_path.rglob("*")}
+    before = set(tmp_path.rglob("*"))
     job = ingest(retriever, text_file(name, "Harmless text.", media_type="text/plain"))
     assert "/" not in job.documents[0].source
     assert "\0" not in job.documents[0].source
