@@ -38,5 +38,11 @@ def make_attention(
     inv_freq: torch.Tensor | None = None,
 ) -> tuple[AttentionBackend, str]:
     """The implementation for a device, and one line that says which it is and why."""
+    if device.type == "cuda":
+        from kernels.triton_prefill import TritonPrefillAttention
+
+        major, minor = torch.cuda.get_device_capability(device)
+        chosen = TritonPrefillAttention(num_q_heads, num_kv_heads, head_dim, head_dim**-0.5, inv_freq)
+        return chosen, f"{chosen.name}: cuda {major}.{minor}"
     backend = TorchAttention(num_q_heads, num_kv_heads, head_dim**-0.5, inv_freq)
     return backend, f"{backend.name}: device is {device.type}"
