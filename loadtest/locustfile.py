@@ -1,0 +1,118 @@
+"""Locust users: one asks questions over documents, one chats. TTFT and TPOT come from the streams.
+
+locust -f loadtest/locustfile.py --headless -u 4 -t 30s -H http://127.0.0.1:8000
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+from locust import HttpUser, between, events, task
+
+from loadtest.stream import StreamFailed, Timed, read_stream
+from loadtest.workload import SYSTEM, build_corpus, draw
+
+COLLECTION = "loadtest"
+MAX_TOKENS = int(os.environ.get("LOADTEST_MAX_TOKENS", "32"))
+ZIPF = 1.0
+CHATS = (
+    "Name three colours.",
+    "What is a hash table?",
+    "Write a short poem about rain.",
+    "How do I boil an egg?",
+    "Explain recursion in one sentence.",
+)
+
+
+@events.test_start.add_listener
+def ingest_corpus(environment: Any, **_: Any) -> None:
+    """Make the corpus searchable before the first question."""
+    import requests
+
+    passages, _questions = build_corpus()
+    documents = [{"id": f"lt-{i}", "title": f"Reference {i}", "text": t} for i, t in enumerate(passages)]
+    body = {"documents": documents, "collection": COLLECTION}
+    reply = requests.post(f"{environment.host}/rag/documents", json=body, timeout=600)
+    reply.raise_for_status()
+
+
+class StreamUser(HttpUser):
+    """Sends a request, reads its stream, and reports what it measured."""
+
+    abstract = True
+    wait_time = between(0.1, 0.5)
+
+    def on_start(self) -> None:
+        """Each user draws from a stream of its own."""
+        self.rng = random.Random(id(self))
+
+    def ask(self, path: str, body: dict[str, Any], label: str) -> None:
+        """One request; fires `<label> ttft` and `<label> tpot` besides locust's own record of it."""
+        started = time.perf_counter()
+        with self.client.post(path, json=body, stream=True, catch_response=True, name=f"{label} e2e") as reply:
+            if reply.status_code != 200:
+                reply.failure(f"HTTP {reply.status_code}: {reply.text[:200]}")
+                return
+            try:
+                timed = read_stream(reply.iter_lines(), started)
+            except StreamFailed as e:
+                reply.failure(str(e))
+                return
+            reply.request_meta["response_time"] = (time.perf_counter() - started) * 1e3
+            reply.success()
+        self._report(label, timed)
+
+    def _report(self, label: str, timed: Timed) -> None:
+        cached, prompt = timed.cached_share
+        measured = {"ttft": (timed.ttft_ms, prompt), "tpot": (timed.tpot_ms, 0), "cached": (0.0, cached)}
+        for name, (value, length) in measured.items():
+            self.environment.events.request.fire(
+                request_type="SSE",
+                name=f"{label} {name}",
+                response_time=value,
+                response_length=length,
+                exception=None,
+                context={},
+            )
+
+
+class RagUser(StreamUser):
+    """Asks about documents whose popularity is Zipf, with one system text for all."""
+
+    weight = 3
+
+    @task
+    def question(self) -> None:
+        """A question made of words of a popular passage."""
+        passages, _ = build_corpus()
+        words = passages[draw(self.rng, 1, ZIPF)[0]].split()
+        at = self.rng.randrange(max(1, len(words) - 8))
+        body = {
+            "query": "What is said about " + " ".join(words[at : at + 8]) + "?",
+            "collection": COLLECTION,
+            "system": SYSTEM,
+            "stream": True,
+            "max_tokens": MAX_TOKENS,
+        }
+        self.ask("/rag/query", body, "rag")
+
+
+class ChatUser(StreamUser):
+    """Chats without documents."""
+
+    weight = 1
+
+    @task
+    def chat(self) -> None:
+        """One of a few questions."""
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": self.rng.choice(CHATS)}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": MAX_TOKENS,
+        }
+        self.ask("/v1/chat/completions", body, "chat")

@@ -1,0 +1,138 @@
+"""Runs locust headless for a bounded time and prints one table, then one JSON line.
+
+python -m loadtest.run --serve                      against a server of its own, with an empty store
+python -m loadtest.run --url http://127.0.0.1:8000  against a running one
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+READY_TIMEOUT_S = 180
+
+
+def main() -> int:
+    """Entry point; returns the exit code: 1 if a request failed."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--url", default="http://127.0.0.1:8000")
+    p.add_argument("--serve", action="store_true", help="start a server for the test and end it afterwards")
+    p.add_argument("--users", type=int, default=4)
+    p.add_argument("--run-time", type=int, default=30, help="seconds")
+    p.add_argument("--allow-remote", action="store_true", help="allow a server that is not on this machine")
+    a = p.parse_args()
+    if not a.allow_remote and not is_loopback(a.url):
+        p.error(f"{a.url} is not on this machine; --allow-remote permits it")
+    if not a.serve:
+        return report(run_locust(a.url, a.users, a.run_time))
+    with own_server() as url:
+        return report(run_locust(url, a.users, a.run_time))
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL's host is this machine's loopback."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextmanager
+def own_server() -> Iterator[str]:
+    """A server on a free port with a temporary store."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(port), "--data-dir", folder]
+        server = subprocess.Popen(command)
+        try:
+            _wait_ready(url, server)
+            yield url
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+
+
+def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            if httpx.get(f"{url}/health/ready").status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass  # it does not listen yet
+        time.sleep(0.2)
+    raise SystemExit("the server did not become ready")
+
+
+def run_locust(url: str, users: int, run_time_s: int) -> list[dict[str, str]]:
+    """Locust in a process of its own, since it patches sockets; returns its table."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", "-H", url]
+        command += ["-u", str(users), "-r", str(users), "-t", f"{run_time_s}s", "--stop-timeout", "30"]
+        command += ["--csv", f"{folder}/out", "--exit-code-on-error", "0", "--loglevel", "WARNING"]
+        environment = {**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])}
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=run_time_s + 900)
+        with Path(f"{folder}/out_stats.csv").open(encoding="utf-8", newline="") as f:
+            return list(csv.DictReader(f))
+
+
+def report(table: list[dict[str, str]]) -> int:
+    """Print the table and the JSON line; returns the exit code."""
+    rows = [summary_row(r) for r in table if r["Name"].endswith(("e2e", "ttft", "tpot"))]
+    out: dict[str, Any] = {"rows": rows, "cached_pct": cached_percent(table)}
+    print(f"{'what':12}{'count':>7}{'failed':>8}{'p50 ms':>10}{'p95 ms':>10}{'per s':>8}")
+    for r in rows:
+        print(f"{r['name']:12}{r['count']:7}{r['failed']:8}{r['p50_ms']:10.1f}{r['p95_ms']:10.1f}{r['per_s']:8.2f}")
+    print(f"cached share of prompt tokens: {out['cached_pct']}")
+    print(json.dumps(out))
+    return 1 if any(r["failed"] for r in rows) or not rows else 0
+
+
+def summary_row(r: dict[str, str]) -> dict[str, Any]:
+    """A row of locust's table."""
+
+    def number(name: str) -> float:
+        return float(r[name]) if r.get(name) not in (None, "", "N/A") else 0.0
+
+    return {
+        "name": r["Name"],
+        "count": int(number("Request Count")),
+        "failed": int(number("Failure Count")),
+        "p50_ms": number("50%"),
+        "p95_ms": number("95%"),
+        "per_s": round(number("Requests/s"), 3),
+    }
+
+
+def cached_percent(table: list[dict[str, str]]) -> dict[str, float]:
+    """Cached share of the prompt tokens of each kind of user; the counts travel as content sizes."""
+    size = {r["Name"]: float(r["Average Content Size"] or 0) for r in table}
+    kinds = [n.removesuffix(" ttft") for n in size if n.endswith(" ttft")]
+    return {k: round(100 * size.get(f"{k} cached", 0.0) / size[f"{k} ttft"], 1) for k in kinds if size[f"{k} ttft"]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
