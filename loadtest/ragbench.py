@@ -2,7 +2,8 @@
 
 Workload (deterministic by --seed): a system text of about 310 tokens, 200 passages of about 200 tokens, each request =
 system + 5 passages drawn by Zipf popularity without replacement, in random order + a question; 32 greedy tokens, end of
-text ignored. About 1,330 prompt tokens; an unbounded exact prefix cache can save 29 % of them, position-free reuse 73 %.
+text ignored. About 1,330 prompt tokens; an unbounded exact prefix cache can save 29 % of them, reuse at any position
+73 %.
 
   python -m loadtest.ragbench --url http://127.0.0.1:8000 --mode rag -c 8    closed loop, c clients
   python -m loadtest.ragbench --mode repeat     the same prompt 11 times: first cold, then full hits
