@@ -34,7 +34,7 @@ def ingest_corpus(environment: Any, **_: Any) -> None:
 
     passages, _questions = build_corpus()
     documents = [{"id": f"lt-{i}", "title": f"Reference {i}", "text": t} for i, t in enumerate(passages)]
-    body = {"documents": documents, "collection": COLLECTION}
+    body: Any = {"documents": documents, "collection": COLLECTION}
     reply = requests.post(f"{environment.host}/rag/documents", json=body, timeout=600)
     reply.raise_for_status()
 

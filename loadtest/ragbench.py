@@ -54,7 +54,8 @@ def body(a: argparse.Namespace, req: Row, max_tokens: int) -> Row:
 
 async def send(client: httpx.AsyncClient, a: argparse.Namespace, req: Row, max_tokens: int) -> Row:
     """One request; what it took and what came back."""
-    start, stamps, text, usage = time.perf_counter(), [], "", {}
+    start, stamps, text = time.perf_counter(), [], ""
+    usage: Row = {}
     headers = {"Authorization": f"Bearer {a.api_key}"} if a.api_key else {}
     url = a.url + "/v1/chat/completions"
     async with client.stream("POST", url, json=body(a, req, max_tokens), headers=headers) as r:
