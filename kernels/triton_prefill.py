@@ -143,6 +143,7 @@ class TritonPrefillAttention:
         sm_scale: float,
         inv_freq: torch.Tensor | None,
         *,
+        device: torch.device | None = None,
         block_m: int = 64,
         block_n: int = 64,
     ) -> None:
@@ -153,7 +154,8 @@ class TritonPrefillAttention:
         if block_m < self._group:
             raise ValueError(f"a group of {self._group} query heads does not fit a tile of {block_m} rows")
         self._scale = sm_scale
-        self._inv_freq = inv_freq.double() if inv_freq is not None else None
+        self._device = device or torch.device("cpu")
+        self._inv_freq = inv_freq.double().to(self._device) if inv_freq is not None else None
         self._block_m, self._block_n = block_m, block_n
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
@@ -168,13 +170,12 @@ class TritonPrefillAttention:
                 tiles.append((token + at, num, s.start + at, entry, reach))
             token += s.num_new
             entry += len(s.block_ids)
-        device = self._inv_freq.device if self._inv_freq is not None else torch.device("cpu")
 
         def join(name: str) -> torch.Tensor:
             parts = [getattr(s, name) for s in batch.sequences]
-            return torch.from_numpy(np.concatenate([*parts, np.zeros(1, np.int32)])).to(device)
+            return torch.from_numpy(np.concatenate([*parts, np.zeros(1, np.int32)])).to(self._device)
 
-        table = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 5).to(device)
+        table = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 5).to(self._device)
         different, turns = join("block_deltas").unique(return_inverse=True)
         cos, sin, has_delta = self._turn_tables(different)
         rows = turns.to(torch.int32)

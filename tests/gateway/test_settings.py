@@ -170,5 +170,5 @@ def test_paths_are_files_folders_and_globs(tmp_path: Path) -> None:
     assert [n for n, _ in find_files([str(tmp_path / "a" / "*.md")])] == ["one.md"]
     assert [n for n, _ in find_files([str(tmp_path / "a" / "skip.bin")])] == ["skip.bin"]
     for missing in (str(tmp_path / "none"), str(tmp_path / "*.pdf")):
-        with pytest.raises(SettingsError, match="none|matches"):
+        with pytest.raises(SettingsError, match=r"none|matches"):
             list(find_files([missing]))

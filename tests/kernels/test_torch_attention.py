@@ -12,7 +12,7 @@ import torch
 
 import kernels
 from kernels.batch import AttentionBatch, Sequence, flat_slots
-from kernels.dispatch import make_attention
+from kernels.dispatch import choose, make_attention
 from kernels.reference import oracle_attention
 
 NUM_BLOCKS = 160
@@ -65,6 +65,7 @@ SHAPES = [
     [(15, 0), (16, 0), (17, 0)],
     [(0, 0), (5, 1), (0, 20), (3, 33)],
     [(40, 100), (1, 200), (16, 16)],
+    [(1, 300), (1, 3), (7, 0), (1, 270), (1, 64), (2, 30), (1, 299), (1, 299)],
 ]
 
 
@@ -105,6 +106,37 @@ def test_a_delta_without_frequencies_is_refused() -> None:
         backend.plan(batch)
     with pytest.raises(ValueError, match="inv_freq"):
         oracle_attention(t["q"], t["k_cache"], t["v_cache"], batch, 0.1)
+
+
+def test_one_token_sequences_of_similar_length_are_taken_together() -> None:
+    batch, _ = make_case([(1, 300), (1, 3), (5, 9), (1, 270), (1, 299)], (2, 1, 64), torch.float32, False)
+    backend, _ = make_attention(torch.device("cpu"), 2, 1, 64)
+    plan = backend.plan(batch)
+    assert [o.rows.tolist() for o in plan.ones] == [[1], [7, 8, 0]]
+    assert [(m.first, m.last) for m in plan.many] == [(2, 7)]
+
+
+def test_blocks_that_follow_each_other_are_read_in_place() -> None:
+    blocks = np.array([[3, 4, 5], [0, 16, 32], [16, 16, 9], [0, 0, 0]], np.int32)
+    backend, _ = make_attention(torch.device("cpu"), 2, 1, 64)
+    plan = backend.plan(AttentionBatch((Sequence(1, 40, *blocks),)))
+    assert plan.ones[0].keys.slots == slice(48, 89)
+    assert plan.ones[0].mask is None
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (("cpu", None, True, 3, 64), ("torch", "device is cpu")),
+        (("cuda", (9, 0), True, 3, 64), ("triton_prefill", "cuda 9.0")),
+        (("cuda", (9, 0), False, 3, 64), ("torch", "cuda 9.0, but triton is not installed")),
+        (("cuda", (7, 5), True, 3, 64), ("torch", "cuda 7.5, but the kernel needs 8.0")),
+        (("cuda", (9, 0), True, 3, 16), ("torch", "cuda 9.0, but the kernel has no head size 16")),
+        (("cuda", (9, 0), True, 71, 64), ("torch", "cuda 9.0, but a group of 71 query heads does not fit a tile")),
+    ],
+)
+def test_the_choice_and_its_reason(case: tuple, expected: tuple[str, str]) -> None:
+    assert choose(*case) == expected
 
 
 @pytest.mark.parametrize(
