@@ -19,6 +19,8 @@ MAX_WINDOW = 2
 """Sentences of a passage that may support one sentence together."""
 
 _WORD = re.compile(r"\w+")
+_OWN_NUMBERS = re.compile(r"\[\d+(?:\s*,\s*\d+)*\]")
+"""Citation marks that a model writes by itself."""
 _SENTENCE = re.compile(r"[^.!?。！？\n]*(?:[.!?](?=\w)[^.!?。！？\n]*)*[.!?。！？\n]*")
 _STOP_WORDS = """
     a an the of in on at to for from by with and or but not no is
@@ -92,7 +94,7 @@ def _windows(text: str) -> list[tuple[int, int, frozenset[str]]]:
 def _best(
     sentence: str, asked: frozenset[str], windows: list[tuple[Passage, tuple[int, int, frozenset[str]]]]
 ) -> tuple[float, Passage, tuple[int, int]] | None:
-    words = content_words(sentence)
+    words = content_words(_OWN_NUMBERS.sub(" ", sentence))
     if not words or not words - asked:
         return None
     weights = {w: (2.0 if any(c.isdigit() for c in w) else 1.0) * (0.25 if w in asked else 1.0) for w in words}

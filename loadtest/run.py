@@ -27,6 +27,7 @@ import httpx
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 READY_TIMEOUT_S = 180
+STOP_TIMEOUT_S = 60
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
     p.add_argument("--url", default="http://127.0.0.1:8000")
     p.add_argument("--serve", action="store_true", help="start a server for the test and end it afterwards")
     p.add_argument("--users", type=int, default=4)
-    p.add_argument("--run-time", type=int, default=30, help="seconds")
+    p.add_argument("--run-time", type=seconds, default=30, metavar="S", help="seconds, as 30 or 30s")
     p.add_argument("--allow-remote", action="store_true", help="allow a server that is not on this machine")
     a = p.parse_args()
     if not a.allow_remote and not is_loopback(a.url):
@@ -44,6 +45,14 @@ def main() -> int:
         return report(run_locust(a.url, a.users, a.run_time))
     with own_server() as url:
         return report(run_locust(url, a.users, a.run_time))
+
+
+def seconds(text: str) -> int:
+    """A duration in whole seconds, 1 or more, written as `30` or `30s`. Raises `ValueError`."""
+    value = int(text.removesuffix("s"))
+    if value < 1:
+        raise ValueError(f"{text} is no duration")
+    return value
 
 
 def is_loopback(url: str) -> bool:
@@ -71,8 +80,17 @@ def own_server() -> Iterator[str]:
             _wait_ready(url, server)
             yield url
         finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+        raise
 
 
 def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
@@ -88,13 +106,15 @@ def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def run_locust(url: str, users: int, run_time_s: int) -> list[dict[str, str]]:
-    """Locust in a process of its own, since it patches sockets; returns its table."""
+    """Locust in a process of its own, since it patches sockets; returns its table. Raises `SystemExit`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", "-H", url]
         command += ["-u", str(users), "-r", str(users), "-t", f"{run_time_s}s", "--stop-timeout", "30"]
         command += ["--csv", f"{folder}/out", "--exit-code-on-error", "0", "--loglevel", "WARNING"]
         environment = {**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])}
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=run_time_s + 900)
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=run_time_s + 900)
+        if done.returncode:
+            raise SystemExit(f"locust gave up with exit code {done.returncode}")
         with Path(f"{folder}/out_stats.csv").open(encoding="utf-8", newline="") as f:
             return list(csv.DictReader(f))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from loadtest.ragbench import percentile, summarise
-from loadtest.run import cached_percent, is_loopback, run_locust, summary_row
-from loadtest.stream import StreamFailed, read_stream
+from loadtest.run import cached_percent, is_loopback, run_locust, seconds, summary_row
+from loadtest.stream import StreamFailed, read_events, read_stream
 from loadtest.workload import build_corpus, draw, make_requests
 
 CHAT = [
@@ -38,7 +41,18 @@ def test_times_come_from_the_texts_and_tokens_from_the_usage() -> None:
     ticks = iter([1.5, 2.5])
     timed = read_stream(CHAT, 1.0, lambda: next(ticks))
     assert (timed.ttft_ms, timed.tpot_ms, timed.cached_share) == (500.0, 250.0, (4, 10))
-    assert read_stream(RAG, 0.0, lambda: 0.25).ttft_ms == 250.0
+    rag = read_stream(RAG, 0.0, lambda: 0.25)
+    assert (rag.ttft_ms, rag.tpot_ms, rag.num_sources) == (250.0, None, 1)
+
+
+def test_an_answer_without_text_has_no_times() -> None:
+    timed = read_stream([CHAT[1], b"data: [DONE]"], 0.0)
+    assert (timed.ttft_ms, timed.tpot_ms, timed.num_sources) == (None, None, None)
+
+
+def test_events_have_the_name_before_them_and_no_other() -> None:
+    lines = [": keep-alive", "", "event: delta", 'data: {"text":"a"}', "", b"data:{}", "data: [DONE]"]
+    assert list(read_events(lines)) == [("delta", '{"text":"a"}'), ("", "{}"), ("", "[DONE]")]
 
 
 def test_errors_and_cut_streams_are_failures() -> None:
@@ -46,6 +60,8 @@ def test_errors_and_cut_streams_are_failures() -> None:
         read_stream([b'data: {"error":{"message":"it broke"}}', b"data: [DONE]"], 0.0)
     with pytest.raises(StreamFailed, match="before it was done"):
         read_stream(CHAT[:-1], 0.0)
+    with pytest.raises(StreamFailed, match="no JSON"):
+        read_stream([b'data: {"tex', *CHAT], 0.0)
 
 
 def test_popularity_is_zipf_and_draws_are_distinct() -> None:
@@ -85,44 +101,65 @@ def test_only_this_machine_is_loaded(url: str, is_local: bool) -> None:
     assert is_loopback(url) is is_local
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers as the server does; each third chat fails."""
+def test_a_run_time_is_seconds() -> None:
+    assert (seconds("30"), seconds("45s")) == (30, 45)
+    for bad in ("0", "-3s", "1m", ""):
+        with pytest.raises(ValueError, match=r"."):
+            seconds(bad)
 
-    chats = 0
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as the server does, but fails every third chat: in turn by an error event and by a cut stream."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/rag/documents":
-            self._reply(b'{"documents": []}', "application/json")
-            return
-        Handler.chats += self.path.startswith("/v1")
-        broken = self.path.startswith("/v1") and Handler.chats % 3 == 0
-        lines = [b'data: {"error":{"message":"made to fail"}}'] if broken else RAG if "rag" in self.path else CHAT
-        self._reply(b"\n\n".join(lines) + b"\n\n", "text/event-stream")
+            self._reply(self.server.ingest_status, b'{"documents": []}', "application/json")
+        elif self.path == "/rag/query":
+            self._reply(200, b"\n\n".join(RAG) + b"\n\n", "text/event-stream")
+        else:
+            n = next(self.server.chats)
+            is_cut, is_error = n % 6 == 1, n % 6 == 4
+            lines = [b'data: {"error":{"message":"made to fail"}}'] if is_error else CHAT
+            self._reply(200, b"\n\n".join(lines) + b"\n\n", "text/event-stream", missing=9 if is_cut else 0)
 
-    def _reply(self, data: bytes, kind: str) -> None:
-        self.send_response(200)
+    def _reply(self, status: int, data: bytes, kind: str, missing: int = 0) -> None:
+        """Answer; `missing` bytes are promised and not sent."""
+        self.send_response(status)
         self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(data) + missing))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(data if not missing else data[: len(data) // 2])
+        self.close_connection = True
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-def test_locust_measures_both_users_and_counts_failures() -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        table = run_locust(f"http://127.0.0.1:{server.server_port}", 4, 4)
-    finally:
+@contextmanager
+def fake_server(ingest_status: int = 200) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.chats, server.ingest_status = itertools.count(), ingest_status
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        server.server_close()
+        thread.join()
+
+
+def test_locust_measures_both_users_and_counts_failures() -> None:
+    with fake_server() as url:
+        table = run_locust(url, 4, 4)
     rows = {r["name"]: r for r in map(summary_row, table)}
-    assert {"rag e2e", "rag ttft", "rag tpot", "chat e2e", "chat ttft"} <= set(rows)
-    assert rows["rag e2e"]["failed"] == 0
-    assert rows["chat e2e"]["failed"] >= 1
-    assert rows["chat ttft"]["count"] == rows["chat e2e"]["count"] - rows["chat e2e"]["failed"]
+    assert rows["rag e2e"]["count"] == rows["rag ttft"]["count"] > rows["rag e2e"]["failed"] == 0
+    assert "rag tpot" not in rows
+    assert rows["chat e2e"]["failed"] >= 2
+    ended = rows["chat e2e"]["count"] - rows["chat e2e"]["failed"]
+    assert rows["chat ttft"]["count"] == rows["chat tpot"]["count"] == ended
     assert cached_percent(table) == {"rag": 40.0, "chat": 40.0}
     json.dumps(rows)
+
+
+def test_a_run_whose_corpus_is_refused_ends_at_once() -> None:
+    with fake_server(ingest_status=503) as url, pytest.raises(SystemExit, match="exit code 1"):
+        run_locust(url, 1, 600)
