@@ -19,6 +19,7 @@ CODES: dict[str, tuple[int, str]] = {
     "not_found": (404, "no such path, document, job or conversation"),
     "model_not_found": (404, "`model` is neither `default` nor the served name"),
     "method_not_allowed": (405, "the path exists, but not for this method"),
+    "conversation_busy": (409, "the conversation's last question is still being answered"),
     "request_too_large": (413, "the body is larger than `max_body_bytes`"),
     "unsupported_type": (415, "the file's type cannot be ingested"),
     "no_text": (422, "the file holds no text, as a PDF of images does"),

@@ -30,6 +30,7 @@ class Conversation:
 
     segments: tuple[Segment, ...] = ()
     answer_ids: tuple[int, ...] = ()
+    is_busy: bool = False
 
 
 @dataclass(slots=True)
@@ -87,6 +88,17 @@ class RagPipeline:
 
     async def events(self, p: Prepared) -> AsyncGenerator[Event, None]:
         """sources, delta..., citation..., final. Raises `ApiError`."""
+        if p.conversation is not None:
+            p.conversation.is_busy = True
+        try:
+            async with aclosing(self._answer_events(p)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if p.conversation is not None:
+                p.conversation.is_busy = False
+
+    async def _answer_events(self, p: Prepared) -> AsyncGenerator[Event, None]:
         yield "sources", {"id": p.id, "sources": [_source(h, p, None) for h in p.hits]}
         if not p.hits:
             reply = self._services.settings.gateway.no_context_reply
@@ -129,6 +141,8 @@ class RagPipeline:
             raise ApiError("not_found", f"there is no conversation {wanted[:80]!r}", "conversation_id")
         if request.history or request.system is not None:
             raise ApiError("invalid_request", "a kept conversation takes no history and no system text", "history")
+        if self._conversations[wanted].is_busy:
+            raise ApiError("conversation_busy", "the last question of this conversation is still being answered")
         self._conversations.move_to_end(wanted)
         return wanted, self._conversations[wanted]
 

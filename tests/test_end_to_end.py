@@ -6,17 +6,17 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from server_process import Server, wait_for
 
 REPO = Path(__file__).resolve().parents[1]
 TEXTS = {
@@ -26,66 +26,18 @@ TEXTS = {
 }
 
 
-class Server:
-    """`foreword serve` in a process of its own."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.data_dir = folder / "data"
-        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(port), "--data-dir", str(self.data_dir)]
-        environment = {**os.environ, "PYTHONPATH": str(REPO)}
-        self.log = (folder / "server.log").open("w+")
-        self.process = subprocess.Popen(
-            [*command, "--offline", *flags], stderr=self.log, stdout=self.log, env=environment, cwd=REPO
-        )
-        self.client = httpx.Client(base_url=self.url, timeout=60)
-
-    def wait_ready(self, timeout_s: float = 90) -> None:
-        wait_for(lambda: self.status("/health/ready") == 200, timeout_s)
-
-    def status(self, path: str) -> int | None:
-        assert self.process.poll() is None, self.read_log()
-        try:
-            return self.client.get(path).status_code
-        except httpx.HTTPError:
-            return None
-
-    def read_log(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return self.client.post(path, json=body)
-
-    def metric(self, name: str) -> float:
-        for line in self.client.get("/metrics").text.splitlines():
-            if line.startswith(name + " "):
-                return float(line.split()[-1])
-        raise AssertionError(f"no metric {name}")
-
-    def stop(self) -> int:
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(40)
-        self.log.close()
-        return code
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_path: Path, embedder_path: Path) -> Iterator[Server]:
     s = Server(
-        tmp_path_factory.mktemp("server"), "--dtype", "float32", "--keep-alive-s", "0.2", "--max-model-len", "2048"
+        tmp_path_factory.mktemp("server"),
+        "--dtype",
+        "float32",
+        "--keep-alive-s",
+        "0.2",
+        "--max-model-len",
+        "2048",
+        "--max-body-bytes",
+        "3000000",
     )
     try:
         s.wait_ready()
@@ -195,6 +147,11 @@ def test_a_kept_conversation_grows_at_its_end_only(server: Server) -> None:
         cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] >= first["usage"]["prompt_tokens"] - 16
     assert cached[1] > cached[0]
+    body = {"query": "And?", "conversation_id": name, "max_tokens": 60, "stream": True, "ignore_eos": True}
+    with server.client.stream("POST", "/rag/query", json=body) as reply:
+        next(line for line in reply.iter_lines() if line == "event: delta")
+        busy = server.post("/rag/query", query="x", conversation_id=name)
+        assert (busy.status_code, busy.json()["error"]["code"]) == (409, "conversation_busy")
     missing = server.post("/rag/query", query="x", conversation_id="conv-unknown")
     assert missing.status_code == 404
 
@@ -359,6 +316,12 @@ def test_bad_files_are_refused_by_name(server: Server) -> None:
         assert name in reply.json()["error"]["message"]
 
 
+def test_a_body_over_the_limit_is_refused(server: Server) -> None:
+    reply = server.client.post("/rag/documents", files={"file": ("big.txt", b"x" * 3_100_000)})
+    assert reply.status_code == 413
+    assert reply.json()["error"]["code"] == "request_too_large"
+
+
 def test_the_engine_lives_on_after_all_that(server: Server) -> None:
     reply = server.post("/v1/chat/completions", **chat_body())
     assert reply.status_code == 200
@@ -455,9 +418,22 @@ def test_the_command_line_uses_the_running_server(server: Server, tmp_path: Path
     assert "image.bin" in bad.stderr
 
 
-def test_killing_the_engine_fails_requests_at_once_and_it_comes_back(server: Server) -> None:
+def child_pid(server: Server, module: str) -> int:
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    (engine,) = [int(p) for p in children if b"engine.process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    (pid,) = [int(p) for p in children if module.encode() in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return pid
+
+
+def test_killing_the_retrieval_worker_loses_no_document(server: Server) -> None:
+    os.kill(child_pid(server, "retrieval.worker"), signal.SIGKILL)
+    wait_for(lambda: server.status("/health/ready") == 503, 2)
+    assert server.post("/rag/query", query="bridge").json()["error"]["code"] == "retrieval_unavailable"
+    server.wait_ready()
+    assert server.post("/rag/query", query="Orlan bridge", max_tokens=2).json()["sources"][0]["document_id"] == "bridge"
+
+
+def test_killing_the_engine_fails_requests_at_once_and_it_comes_back(server: Server) -> None:
+    engine = child_pid(server, "engine.process")
     body = chat_body("Tell a long story.", ignore_eos=True, max_tokens=1500, stream=True)
     with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
