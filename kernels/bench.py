@@ -97,7 +97,7 @@ def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor)
     """Two matrix products with all scores in memory, keys repeated for each query head."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
+    return torch.matmul(scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype), v)
 
 
 def best_ms(calls: tuple[Call, ...]) -> list[float]:
