@@ -3,7 +3,7 @@
 KV pool of a layer: k_cache and v_cache, each [num_blocks, 16, num_kv_heads, head_dim]. A sequence's block table is a
 list of entries (block id, start, valid, delta): the block's first token stands at logical position `start`, its first
 `valid` slots hold tokens, and its keys, which are stored rotated for the place where they were computed, must act as if
-rotated by `delta` positions more. Blocks may be partly filled anywhere in a table.
+rotated by `delta` positions more. Blocks may be partly filled, or empty, anywhere in a table.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class AttentionBatch:
             ends = s.block_starts + s.block_valids
             if len({len(s.block_ids), len(s.block_starts), len(s.block_valids), len(s.block_deltas)}) != 1:
                 raise ValueError(f"sequence {i}: the block arrays differ in length")
-            if ((s.block_valids < 1) | (s.block_valids > BLOCK_SIZE)).any():
-                raise ValueError(f"sequence {i}: a block holds no token, or more than {BLOCK_SIZE}")
+            if ((s.block_valids < 0) | (s.block_valids > BLOCK_SIZE)).any():
+                raise ValueError(f"sequence {i}: a block holds fewer than 0 tokens, or more than {BLOCK_SIZE}")
             if len(ends) and (s.block_starts[0] != 0 or (s.block_starts[1:] != ends[:-1]).any()):
                 raise ValueError(f"sequence {i}: the blocks' positions have a gap or overlap")
             if (int(ends[-1]) if len(ends) else 0) != s.start + s.num_new:

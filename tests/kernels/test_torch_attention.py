@@ -19,12 +19,12 @@ NUM_BLOCKS = 160
 
 
 def make_sequence(rng: np.random.Generator, ids: list[int], num_new: int, start: int, turned: bool) -> Sequence:
-    """A table with partly filled blocks among the cached ones, and deltas on cached blocks if `turned`."""
+    """A table with partly filled and empty blocks among the cached ones, and deltas on cached blocks if `turned`."""
     starts, valids, at = [], [], 0
     while at < start + num_new:
         n = min(16, start + num_new - at)
         if at < start and rng.random() < 0.3:
-            n = min(n, int(rng.integers(1, 17)))
+            n = min(n, int(rng.integers(0, 17)))
         starts.append(at)
         valids.append(n)
         at += n
@@ -144,6 +144,7 @@ def test_the_choice_and_its_reason(case: tuple, expected: tuple[str, str]) -> No
     [
         ({"start": 5}, "does not end"),
         ({"block_valids": np.array([17, 3], np.int32)}, "more than 16"),
+        ({"block_valids": np.array([16, -1], np.int32)}, "fewer than 0"),
         ({"block_starts": np.array([0, 17], np.int32)}, "gap"),
         ({"block_deltas": np.zeros(1, np.int32)}, "length"),
     ],
