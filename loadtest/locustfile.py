@@ -31,10 +31,11 @@ CHATS = (
 )
 
 
-@events.test_start.add_listener
+@events.init.add_listener
 def ingest_corpus(environment: Any, **_: Any) -> None:
-    """Make the corpus searchable before the first question; without it the run would measure nothing, so it ends."""
-    environment.seeds = itertools.count(SEED)
+    """Make the corpus searchable before the run's time begins; without it the run would measure nothing, so it ends."""
+    if not environment.host:
+        raise SystemExit("give the server's address with -H")
     documents = [{"id": f"lt-{i}", "title": f"Reference {i}", "text": t} for i, t in enumerate(PASSAGES)]
     body: Any = {"documents": documents, "collection": COLLECTION}
     try:
@@ -42,6 +43,12 @@ def ingest_corpus(environment: Any, **_: Any) -> None:
     except requests.RequestException as e:
         # Locust logs other exceptions of a listener and goes on.
         raise SystemExit(f"the corpus was not ingested: {e}") from e
+
+
+@events.test_start.add_listener
+def seed_users(environment: Any, **_: Any) -> None:
+    """Begin the users' seeds anew."""
+    environment.seeds = itertools.count(SEED)
 
 
 class StreamUser(HttpUser):

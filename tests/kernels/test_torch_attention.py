@@ -19,8 +19,9 @@ NUM_BLOCKS = 160
 
 
 def make_sequence(rng: np.random.Generator, ids: list[int], num_new: int, start: int, turned: bool) -> Sequence:
-    """A table with partly filled and empty blocks among the cached ones, and deltas on cached blocks if `turned`."""
-    starts, valids, at = [], [], 0
+    """A table with partly filled blocks among the cached ones; if `turned`, deltas on those, and empty blocks first."""
+    num_empty = 5 if turned and start else 0
+    starts, valids, at = [0] * num_empty, [0] * num_empty, 0
     while at < start + num_new:
         n = min(16, start + num_new - at)
         if at < start and rng.random() < 0.3:
@@ -109,10 +110,10 @@ def test_a_delta_without_frequencies_is_refused() -> None:
 
 
 def test_one_token_sequences_of_similar_length_are_taken_together() -> None:
-    batch, _ = make_case([(1, 300), (1, 3), (5, 9), (1, 270), (1, 299)], (2, 1, 64), torch.float32, False)
+    batch, _ = make_case([(1, 300), (1, 3), (5, 9), (1, 200), (1, 270), (1, 299)], (2, 1, 64), torch.float32, False)
     backend, _ = make_attention(torch.device("cpu"), 2, 1, 64)
     plan = backend.plan(batch)
-    assert [o.rows.tolist() for o in plan.ones] == [[1], [7, 8, 0]]
+    assert [o.rows.tolist() for o in plan.ones] == [[1], [7], [8, 9, 0]]
     assert [(m.first, m.last) for m in plan.many] == [(2, 7)]
 
 

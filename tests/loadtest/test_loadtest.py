@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,6 +115,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/rag/documents":
+            time.sleep(self.server.ingest_s)
             self._reply(self.server.ingest_status, b'{"documents": []}', "application/json")
         elif self.path == "/rag/query":
             self._reply(200, b"\n\n".join(RAG) + b"\n\n", "text/event-stream")
@@ -137,23 +139,26 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def fake_server(ingest_status: int = 200) -> Iterator[str]:
+def fake_server(ingest_status: int = 200, ingest_s: float = 0.0) -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.chats, server.ingest_status = itertools.count(), ingest_status
+        server.chats, server.ingest_status, server.ingest_s = itertools.count(), ingest_status, ingest_s
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        yield server
         server.shutdown()
         thread.join()
 
 
 def test_locust_measures_both_users_and_counts_failures() -> None:
-    with fake_server() as url:
-        table = run_locust(url, 4, 4)
+    with fake_server() as server:
+        table = run_locust(server.url, 4, 4)
+        num_chats = next(server.chats)
     rows = {r["name"]: r for r in map(summary_row, table)}
     assert rows["rag e2e"]["count"] == rows["rag ttft"]["count"] > rows["rag e2e"]["failed"] == 0
     assert "rag tpot" not in rows
-    assert rows["chat e2e"]["failed"] >= 2
+    assert rows["chat e2e"]["count"] == num_chats
+    assert rows["chat e2e"]["failed"] == sum(n % 6 in (1, 4) for n in range(num_chats)) >= 1
     ended = rows["chat e2e"]["count"] - rows["chat e2e"]["failed"]
     assert rows["chat ttft"]["count"] == rows["chat tpot"]["count"] == ended
     assert cached_percent(table) == {"rag": 40.0, "chat": 40.0}
@@ -161,5 +166,11 @@ def test_locust_measures_both_users_and_counts_failures() -> None:
 
 
 def test_a_run_whose_corpus_is_refused_ends_at_once() -> None:
-    with fake_server(ingest_status=503) as url, pytest.raises(SystemExit, match="exit code 1"):
-        run_locust(url, 1, 600)
+    with fake_server(ingest_status=503) as server, pytest.raises(SystemExit, match="exit code 1"):
+        run_locust(server.url, 1, 600)
+
+
+def test_ingest_takes_nothing_from_the_run_time() -> None:
+    with fake_server(ingest_s=2.0) as server:
+        table = run_locust(server.url, 2, 1)
+    assert {"rag e2e", "chat e2e"} <= {r["Name"] for r in table}
