@@ -71,6 +71,8 @@ class StreamUser(HttpUser):
             try:
                 timed = read_stream(reply.iter_lines(), started)
             except (StreamFailed, requests.RequestException) as e:
+                # Locust's pool lends one connection at a time: one that is not given back stops the user for ever.
+                reply.close()
                 reply.failure(str(e))
                 return
             reply.request_meta["response_time"] = (time.perf_counter() - started) * 1e3

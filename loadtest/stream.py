@@ -42,11 +42,15 @@ class Timed:
 
 
 def read_stream(lines: Iterable[bytes | str], started: float, clock: Callable[[], float] = time.perf_counter) -> Timed:
-    """Read server-sent events of /rag/query or of a chat to their end. Raises `StreamFailed`."""
-    timed = Timed(started)
+    """Read server-sent events of /rag/query or of a chat to their end. Raises `StreamFailed`.
+
+    It reads on after `[DONE]`: a connection can be used again only if nothing is left on it.
+    """
+    timed, is_done = Timed(started), False
     for name, payload in read_events(lines):
         if payload == "[DONE]":
-            return timed
+            is_done = True
+            continue
         try:
             event = json.loads(payload)
         except ValueError as e:
@@ -58,7 +62,9 @@ def read_stream(lines: Iterable[bytes | str], started: float, clock: Callable[[]
         if name == "sources":
             timed.num_sources = len(event["sources"])
         timed.usage = event.get("usage") or timed.usage
-    raise StreamFailed("the stream ended before it was done")
+    if not is_done:
+        raise StreamFailed("the stream ended before it was done")
+    return timed
 
 
 def read_events(lines: Iterable[bytes | str]) -> Iterator[tuple[str, str]]:

@@ -56,6 +56,13 @@ def test_events_have_the_name_before_them_and_no_other() -> None:
     assert list(read_events(lines)) == [("delta", '{"text":"a"}'), ("", "{}"), ("", "[DONE]")]
 
 
+def test_a_stream_is_read_to_its_end() -> None:
+    """What is left on a connection keeps it from being used again."""
+    lines = iter([*CHAT, b"", b": bye"])
+    read_stream(lines, 0.0)
+    assert list(lines) == []
+
+
 def test_errors_and_cut_streams_are_failures() -> None:
     with pytest.raises(StreamFailed, match="it broke"):
         read_stream([b'data: {"error":{"message":"it broke"}}', b"data: [DONE]"], 0.0)
@@ -110,29 +117,41 @@ def test_a_run_time_is_seconds() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as the server does, but fails every third chat: in turn by an error event and by a cut stream."""
+    """Answers as the server does, in chunks, but fails every third chat: by an error event, then by a cut stream."""
+
+    protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/rag/documents":
             time.sleep(self.server.ingest_s)
-            self._reply(self.server.ingest_status, b'{"documents": []}', "application/json")
+            self.send_response(self.server.ingest_status)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
         elif self.path == "/rag/query":
-            self._reply(200, b"\n\n".join(RAG) + b"\n\n", "text/event-stream")
+            self._stream(RAG)
         else:
             n = next(self.server.chats)
             is_cut, is_error = n % 6 == 1, n % 6 == 4
-            lines = [b'data: {"error":{"message":"made to fail"}}'] if is_error else CHAT
-            self._reply(200, b"\n\n".join(lines) + b"\n\n", "text/event-stream", missing=9 if is_cut else 0)
+            lines = CHAT[:3] + [b'data: {"error":{"message":"made to fail"}}'] * 50 if is_error else CHAT
+            self._stream(lines[:3] if is_cut else lines, is_cut)
 
-    def _reply(self, status: int, data: bytes, kind: str, missing: int = 0) -> None:
-        """Answer; `missing` bytes are promised and not sent."""
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data) + missing))
+    def _stream(self, lines: list[bytes], is_cut: bool = False) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self.wfile.write(data if not missing else data[: len(data) // 2])
-        self.close_connection = True
+        for line in lines:
+            end = b"\n" if line.startswith(b"event") else b"\n\n"
+            self._chunk(line + end)
+        if not is_cut:
+            self._chunk(b"")
+        self.close_connection = is_cut
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.flush()
 
     def log_message(self, *_: object) -> None:
         pass
