@@ -64,6 +64,9 @@ class _Headings:
     def enter(self, level: int, text: str) -> None:
         self.path = [(n, t) for n, t in self.path if n < level] + [(level, text)]
 
+    def leave(self, level: int) -> None:
+        self.path = [(n, t) for n, t in self.path if n < level]
+
     def __str__(self) -> str:
         return " > ".join(text for _, text in self.path)
 
@@ -217,14 +220,22 @@ def _html(source: str) -> Parsed:
     return Parsed("".join(walker.out.parts), tuple(walker.out.blocks), title or walker.first_heading)
 
 
+_TERM_LEVEL = 7
+"""Terms of a definition list stand below all headings, nested lists below outer ones."""
+
+
 class _HtmlWalker:
-    """Collects inline text until a block begins or ends; tables become lines of cells, code keeps its lines."""
+    """Collects inline text until a block begins or ends; tables become lines of cells, code keeps its lines.
+
+    A term of a definition list is the heading of its definition: manuals document their functions like that.
+    """
 
     def __init__(self) -> None:
         self.out = _Builder()
         self.headings = _Headings()
         self.first_heading: str | None = None
         self._inline: list[str] = []
+        self._list_depth = 0
 
     def flush(self) -> None:
         self.out.add(_squeeze("".join(self._inline)), str(self.headings))
@@ -247,6 +258,16 @@ class _HtmlWalker:
             self.headings.enter(int(tag[1]), text)
             self.first_heading = self.first_heading or text
             self.out.add(text, str(self.headings), is_heading=True)
+        elif tag == "dt":
+            text = _squeeze(node.text())
+            self.headings.enter(_TERM_LEVEL + self._list_depth, text)
+            self.out.add(text, str(self.headings), is_heading=True)
+        elif tag == "dl":
+            self._list_depth += 1
+            self.walk(node)
+            self.flush()
+            self.headings.leave(_TERM_LEVEL + self._list_depth)
+            self._list_depth -= 1
         elif tag == "pre":
             self.out.add(unicodedata.normalize("NFC", node.text()).strip("\n"), str(self.headings))
         elif tag == "table" and not node.css("pre,table table"):

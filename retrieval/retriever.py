@@ -41,7 +41,7 @@ CONTEXT_TOKENS = 56
 """Most tokens of title and headings that are embedded in front of a passage."""
 CANDIDATES = 50
 """Hits taken from each index before they are fused."""
-LEXICAL_WEIGHT = 0.3
+LEXICAL_WEIGHT = 0.25
 """Share of BM25 in the fused score; see README.md, Fusion."""
 MAX_TOP_K = 100
 
@@ -205,9 +205,12 @@ class Retriever:
         return out
 
     def _context(self, title: str, span: Span) -> str:
-        """Title and headings, cut to what is set aside for them."""
-        label = title if not span.heading or span.heading.startswith(title) else f"{title} > {span.heading}"
-        label = span.heading if span.heading.startswith(title) else label
+        """Title and headings in the room set aside for them; the outer ones go first, the innermost says most."""
+        parts = span.heading.split(" > ") if span.heading else []
+        parts = parts if parts and parts[0].startswith(title) else [title, *parts]
+        while len(parts) > 1 and self.embedder.count(" > ".join(parts)) > CONTEXT_TOKENS - 4:
+            parts.pop(0)
+        label = " > ".join(parts)
         offsets = self.embedder.offsets(label)
         if len(offsets) > CONTEXT_TOKENS - 4:
             label = label[: offsets[CONTEXT_TOKENS - 4][0]]

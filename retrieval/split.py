@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from retrieval.parse import Block, Parsed
 
 TokenOffsets = Callable[[str], Sequence[tuple[int, int]]]
 """Text -> character span of each token of the embedder's tokenizer, no special tokens."""
+
+SMALL_SHARE = 4
+"""A section below this fraction of the limit is put together with the next one."""
 
 _CUTS = (re.compile(r"\n\s*"), re.compile(r"(?<=[.!?…。！？])\s+|(?<=[。！？])"), re.compile(r"\s+"))
 
@@ -34,18 +38,19 @@ def split(parsed: Parsed, offsets: TokenOffsets, max_tokens: int) -> list[Span]:
     out: list[Span] = []
     for group in _groups(parsed, offsets, max_tokens):
         start, end = group[0].start, group[-1].end
-        out += _cut(parsed.text, start, end, group[-1], offsets, max_tokens)
+        out += _cut(parsed.text, start, end, common_heading(group), group[-1].page, offsets, max_tokens)
     return out
 
 
 def _groups(parsed: Parsed, offsets: TokenOffsets, max_tokens: int) -> Iterator[list[Block]]:
-    """Runs of blocks that fit together. A heading goes with what follows it."""
+    """Runs of blocks that fit together. A heading goes with what follows, and begins a new run unless one is small."""
     group: list[Block] = []
     size = 0
     for block in parsed.blocks:
         n = len(offsets(parsed.text[block.start : block.end])) + 2
         new_section = bool(group) and block.is_heading and not all(b.is_heading for b in group)
-        if group and (new_section or size + n > max_tokens or block.page != group[-1].page):
+        is_small = size < max_tokens // SMALL_SHARE
+        if group and ((new_section and not is_small) or size + n > max_tokens or block.page != group[-1].page):
             yield group
             group, size = [], 0
         group.append(block)
@@ -54,12 +59,21 @@ def _groups(parsed: Parsed, offsets: TokenOffsets, max_tokens: int) -> Iterator[
         yield group
 
 
-def _cut(text: str, start: int, end: int, block: Block, offsets: TokenOffsets, max_tokens: int) -> Iterator[Span]:
+def common_heading(blocks: Sequence[Block]) -> str:
+    """The headings that all blocks stand under."""
+    paths = [b.heading.split(" > ") for b in blocks]
+    shared = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
+    return " > ".join(level[0] for level in shared)
+
+
+def _cut(
+    text: str, start: int, end: int, heading: str, page: int | None, offsets: TokenOffsets, max_tokens: int
+) -> Iterator[Span]:
     """Cut text[start:end] into spans of at most `max_tokens` tokens."""
     while start < end:
         tokens = offsets(text[start:end])
         if len(tokens) <= max_tokens:
-            yield Span(start, end, block.heading, block.page, len(tokens))
+            yield Span(start, end, heading, page, len(tokens))
             return
         # A piece may tokenise to more tokens alone than inside its block, so the limit is checked again on the piece.
         limit, stop = max_tokens, start
@@ -71,7 +85,7 @@ def _cut(text: str, start: int, end: int, block: Block, offsets: TokenOffsets, m
             limit -= n - max_tokens
         piece = text[start:stop].rstrip()
         if piece:
-            yield Span(start, start + len(piece), block.heading, block.page, len(offsets(piece)))
+            yield Span(start, start + len(piece), heading, page, len(offsets(piece)))
         start = stop
         while start < end and text[start].isspace():
             start += 1

@@ -66,6 +66,16 @@ def test_html_keeps_structure_and_drops_noise() -> None:
     assert p.blocks[3].heading == "Top > Sub"
 
 
+def test_a_defined_term_is_the_heading_of_its_definition() -> None:
+    source = "<h1>M</h1><dl><dt>f(x)</dt><dd>Does f.<dl><dt>x</dt><dd>An x.</dd></dl></dd><dt>g()</dt><dd>Does g.</dd></dl><p>End.</p>"
+    p = parse("a.html", source.encode())
+    headings = {p.text[b.start : b.end]: b.heading for b in p.blocks}
+    assert headings["Does f."] == "M > f(x)"
+    assert headings["An x."] == "M > f(x) > x"
+    assert headings["Does g."] == "M > g()"
+    assert headings["End."] == "M"
+
+
 def test_markdown_blocks_are_spans_with_headings() -> None:
     source = "# One\n\nText a.\n\n```py\n# no heading\n\nx\n```\n\n## Two\n| a | b |\n|---|---|\n"
     p = parse("a.md", source.encode())
