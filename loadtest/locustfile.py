@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import requests
+from gevent import GreenletExit  # type: ignore[import-untyped]
 from locust import HttpUser, between, events, task
 
 from loadtest.stream import StreamFailed, Timed, read_stream
@@ -70,6 +71,9 @@ class StreamUser(HttpUser):
                 return
             try:
                 timed = read_stream(reply.iter_lines(), started)
+            except GreenletExit:
+                reply.failure("unfinished when the run ended")
+                raise
             except (StreamFailed, requests.RequestException) as e:
                 # Locust's pool lends one connection at a time: one that is not given back stops the user for ever.
                 reply.close()

@@ -7,9 +7,9 @@ python -m loadtest.run --url http://127.0.0.1:8000  against a running one
 from __future__ import annotations
 
 import argparse
-import csv
 import ipaddress
 import json
+import math
 import os
 import signal
 import socket
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ import httpx
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 READY_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 60
+INGEST_TIMEOUT_S = 600
+GRACE_S = 60
 
 
 def main() -> int:
@@ -105,53 +107,67 @@ def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the server did not become ready")
 
 
-def run_locust(url: str, users: int, run_time_s: int) -> list[dict[str, str]]:
-    """Locust in a process of its own, since it patches sockets; returns its table. Raises `SystemExit`."""
+def run_locust(url: str, users: int, run_time_s: int, grace_s: int = GRACE_S) -> list[dict[str, Any]]:
+    """Locust in a process of its own, since it patches sockets; returns its statistics, a record for each name.
+
+    After `run_time_s` no request begins; those under way get `grace_s` to end, then they count as failed. Raises
+    `SystemExit`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", "-H", url]
-        command += ["-u", str(users), "-r", str(users), "-t", f"{run_time_s}s", "--stop-timeout", "30"]
-        command += ["--csv", f"{folder}/out", "--exit-code-on-error", "0", "--loglevel", "WARNING"]
+        command += ["-u", str(users), "-r", str(users), "-t", f"{run_time_s}s", "--stop-timeout", str(grace_s)]
+        command += ["--json-file", f"{folder}/out", "--exit-code-on-error", "0", "--loglevel", "ERROR"]
         environment = {**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])}
-        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=run_time_s + 900)
+        limit = INGEST_TIMEOUT_S + run_time_s + grace_s + 60
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=limit)
         if done.returncode:
             raise SystemExit(f"locust gave up with exit code {done.returncode}")
-        with Path(f"{folder}/out_stats.csv").open(encoding="utf-8", newline="") as f:
-            return list(csv.DictReader(f))
+        records: list[dict[str, Any]] = json.loads(Path(f"{folder}/out.json").read_text(encoding="utf-8"))
+        return records
 
 
-def report(table: list[dict[str, str]]) -> int:
+def report(records: list[dict[str, Any]]) -> int:
     """Print the table and the JSON line; returns the exit code."""
-    rows = [summary_row(r) for r in table if r["Name"].endswith(("e2e", "ttft", "tpot"))]
-    out: dict[str, Any] = {"rows": rows, "cached_pct": cached_percent(table)}
+    rows = [summary_row(r) for r in records if r["name"].endswith(("e2e", "ttft", "tpot"))]
+    rows.sort(key=lambda r: str(r["name"]))
+    cached = cached_percent(records)
     print(f"{'what':12}{'count':>7}{'failed':>8}{'p50 ms':>10}{'p95 ms':>10}{'per s':>8}")
     for r in rows:
-        print(f"{r['name']:12}{r['count']:7}{r['failed']:8}{r['p50_ms']:10.1f}{r['p95_ms']:10.1f}{r['per_s']:8.2f}")
-    print(f"cached share of prompt tokens: {out['cached_pct']}")
-    print(json.dumps(out))
+        print(f"{r['name']:12}{r['count']:7}{r['failed']:8}{r['p50_ms']:10}{r['p95_ms']:10}{r['per_s']:8.2f}")
+    print("cached share of prompt tokens: " + (", ".join(f"{k} {v} %" for k, v in cached.items()) or "none"))
+    print(json.dumps({"rows": rows, "cached_pct": cached}))
     return 1 if any(r["failed"] for r in rows) or not rows else 0
 
 
-def summary_row(r: dict[str, str]) -> dict[str, Any]:
-    """A row of locust's table."""
-
-    def number(name: str) -> float:
-        return float(r[name]) if r.get(name) not in (None, "", "N/A") else 0.0
-
+def summary_row(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of locust's as a row: counts, percentiles, rate."""
+    times = {float(ms): int(n) for ms, n in record["response_times"].items()}
+    span_s = (record["last_request_timestamp"] or 0.0) - record["start_time"]
     return {
-        "name": r["Name"],
-        "count": int(number("Request Count")),
-        "failed": int(number("Failure Count")),
-        "p50_ms": number("50%"),
-        "p95_ms": number("95%"),
-        "per_s": round(number("Requests/s"), 3),
+        "name": record["name"],
+        "count": record["num_requests"],
+        "failed": record["num_failures"],
+        "p50_ms": percentile(times, 0.50),
+        "p95_ms": percentile(times, 0.95),
+        "per_s": round(record["num_requests"] / span_s, 3) if span_s > 0 else 0.0,
     }
 
 
-def cached_percent(table: list[dict[str, str]]) -> dict[str, float]:
-    """Cached share of the prompt tokens of each kind of user; the counts travel as content sizes."""
-    size = {r["Name"]: float(r["Average Content Size"] or 0) for r in table}
-    kinds = [n.removesuffix(" ttft") for n in size if n.endswith(" ttft")]
-    return {k: round(100 * size.get(f"{k} cached", 0.0) / size[f"{k} ttft"], 1) for k in kinds if size[f"{k} ttft"]}
+def percentile(times: Mapping[float, int], share: float) -> float:
+    """Smallest time that at least this share of the requests needed at most; `times` counts requests by time."""
+    rank, seen = math.ceil(share * sum(times.values())), 0
+    for ms in sorted(times):
+        seen += times[ms]
+        if seen >= rank:
+            return ms
+    raise ValueError("no request was timed")
+
+
+def cached_percent(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Cached share of the prompt tokens of each kind of user; the counts travel as sizes."""
+    size = {r["name"]: r["total_content_length"] for r in records}
+    kinds = sorted(n.removesuffix(" ttft") for n in size if n.endswith(" ttft"))
+    return {k: round(100 * size[f"{k} cached"] / size[f"{k} ttft"], 1) for k in kinds if size[f"{k} ttft"]}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from loadtest import run
 from loadtest.ragbench import percentile, summarise
 from loadtest.run import cached_percent, is_loopback, run_locust, seconds, summary_row
 from loadtest.stream import StreamFailed, read_events, read_stream
@@ -131,13 +132,15 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"{}")
         elif self.path == "/rag/query":
             self._stream(RAG)
+        elif self.server.is_stuck:
+            self._stream(CHAT[:3], is_stuck=True)
         else:
             n = next(self.server.chats)
             is_cut, is_error = n % 6 == 1, n % 6 == 4
             lines = CHAT[:3] + [b'data: {"error":{"message":"made to fail"}}'] * 50 if is_error else CHAT
             self._stream(lines[:3] if is_cut else lines, is_cut)
 
-    def _stream(self, lines: list[bytes], is_cut: bool = False) -> None:
+    def _stream(self, lines: list[bytes], is_cut: bool = False, is_stuck: bool = False) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
@@ -145,6 +148,8 @@ class Handler(BaseHTTPRequestHandler):
         for line in lines:
             end = b"\n" if line.startswith(b"event") else b"\n\n"
             self._chunk(line + end)
+        if is_stuck:
+            self.server.ended.wait(60)
         if not is_cut:
             self._chunk(b"")
         self.close_connection = is_cut
@@ -158,13 +163,17 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def fake_server(ingest_status: int = 200, ingest_s: float = 0.0) -> Iterator[ThreadingHTTPServer]:
+def fake_server(
+    ingest_status: int = 200, ingest_s: float = 0.0, is_stuck: bool = False
+) -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.chats, server.ingest_status, server.ingest_s = itertools.count(), ingest_status, ingest_s
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
+        server.is_stuck, server.ended = is_stuck, threading.Event()
         server.url = f"http://127.0.0.1:{server.server_port}"
         yield server
+        server.ended.set()
         server.shutdown()
         thread.join()
 
@@ -181,7 +190,6 @@ def test_locust_measures_both_users_and_counts_failures() -> None:
     ended = rows["chat e2e"]["count"] - rows["chat e2e"]["failed"]
     assert rows["chat ttft"]["count"] == rows["chat tpot"]["count"] == ended
     assert cached_percent(table) == {"rag": 40.0, "chat": 40.0}
-    json.dumps(rows)
 
 
 def test_a_run_whose_corpus_is_refused_ends_at_once() -> None:
@@ -192,4 +200,25 @@ def test_a_run_whose_corpus_is_refused_ends_at_once() -> None:
 def test_ingest_takes_nothing_from_the_run_time() -> None:
     with fake_server(ingest_s=2.0) as server:
         table = run_locust(server.url, 2, 1)
-    assert {"rag e2e", "chat e2e"} <= {r["Name"] for r in table}
+    assert {"rag e2e", "chat e2e"} <= {r["name"] for r in table}
+
+
+def test_a_request_that_never_ends_is_a_failure() -> None:
+    with fake_server(is_stuck=True) as server:
+        table = run_locust(server.url, 2, 1, grace_s=1)
+    rows = {r["name"]: r for r in map(summary_row, table)}
+    assert (rows["chat e2e"]["count"], rows["chat e2e"]["failed"]) == (1, 1)
+
+
+def test_percentiles_of_counted_times_and_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"10": 18, "200.0": 1, "30": 1}
+    assert run.percentile({float(k): v for k, v in times.items()}, 0.95) == 30
+    record = {"name": "rag ttft", "num_requests": 20, "num_failures": 0, "response_times": times}
+    record |= {"start_time": 5.0, "last_request_timestamp": 15.0, "total_content_length": 400}
+    records = [record, {**record, "name": "rag cached", "total_content_length": 100}]
+    assert run.report(records) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["rag", "ttft", "20", "0", "10.0", "30.0", "2.00"]
+    expected = {"name": "rag ttft", "count": 20, "failed": 0, "p50_ms": 10.0, "p95_ms": 30.0, "per_s": 2.0}
+    assert json.loads(lines[-1]) == {"rows": [expected], "cached_pct": {"rag": 25.0}}
+    assert run.report([{**record, "num_failures": 1}, records[1]]) == run.report([]) == 1
