@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -110,7 +111,9 @@ class Server:
 
     def end(self) -> None:
         """Take no new requests, let running ones finish, then end; a second call ends at once."""
-        self._uvicorn.force_exit = self._uvicorn.should_exit
+        if self._uvicorn.should_exit:
+            self._note.unlink(missing_ok=True)
+            os._exit(1)  # the children end by themselves when our pipes close
         self._uvicorn.should_exit = self._services.is_draining = True
 
     async def _announce(self) -> None:
