@@ -47,9 +47,12 @@ def ingest_corpus(environment: Any, **_: Any) -> None:
 
 
 @events.test_start.add_listener
-def seed_users(environment: Any, **_: Any) -> None:
-    """Begin the users' seeds anew."""
+def begin(environment: Any, **_: Any) -> None:
+    """Begin the users' seeds anew, and note the time: a record of locust's holds when its first request was logged."""
     environment.seeds = itertools.count(SEED)
+    environment.events.request.fire(
+        request_type="RUN", name="run start", response_time=0.0, response_length=0, exception=None, context={}
+    )
 
 
 class StreamUser(HttpUser):

@@ -128,8 +128,7 @@ def run_locust(url: str, users: int, run_time_s: int, grace_s: int = GRACE_S) ->
 
 def report(records: list[dict[str, Any]]) -> int:
     """Print the table and the JSON line; returns the exit code."""
-    rows = [summary_row(r) for r in records if r["name"].endswith(("e2e", "ttft", "tpot"))]
-    rows.sort(key=lambda r: str(r["name"]))
+    rows = summarise(records)
     cached = cached_percent(records)
     print(f"{'what':12}{'count':>7}{'failed':>8}{'p50 ms':>10}{'p95 ms':>10}{'per s':>8}")
     for r in rows:
@@ -139,17 +138,24 @@ def report(records: list[dict[str, Any]]) -> int:
     return 1 if any(r["failed"] for r in rows) or not rows else 0
 
 
-def summary_row(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of locust's as a row: counts, percentiles, rate."""
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by name. The run lasts from the record `run start` to the last request that ended."""
+    starts = [r["start_time"] for r in records if r["name"] == "run start"]
+    ends = [r["last_request_timestamp"] for r in records]
+    wanted = [r for r in records if r["name"].endswith(("e2e", "ttft", "tpot"))]
+    return [summary_row(r, max(ends) - starts[0]) for r in sorted(wanted, key=lambda r: str(r["name"]))]
+
+
+def summary_row(record: dict[str, Any], span_s: float) -> dict[str, Any]:
+    """A record of locust's as a row: counts, percentiles, and the rate over a run of `span_s`."""
     times = {float(ms): int(n) for ms, n in record["response_times"].items()}
-    span_s = (record["last_request_timestamp"] or 0.0) - record["start_time"]
     return {
         "name": record["name"],
         "count": record["num_requests"],
         "failed": record["num_failures"],
         "p50_ms": percentile(times, 0.50),
         "p95_ms": percentile(times, 0.95),
-        "per_s": round(record["num_requests"] / span_s, 3) if span_s > 0 else 0.0,
+        "per_s": round(record["num_requests"] / span_s, 3),
     }
 
 

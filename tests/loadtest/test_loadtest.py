@@ -16,7 +16,8 @@ import pytest
 
 from loadtest import run
 from loadtest.ragbench import percentile, summarise
-from loadtest.run import cached_percent, is_loopback, run_locust, seconds, summary_row
+from loadtest.run import cached_percent, is_loopback, run_locust, seconds
+from loadtest.run import summarise as summarise_run
 from loadtest.stream import StreamFailed, read_events, read_stream
 from loadtest.workload import build_corpus, draw, make_requests
 
@@ -182,10 +183,11 @@ def test_locust_measures_both_users_and_counts_failures() -> None:
     with fake_server() as server:
         table = run_locust(server.url, 4, 4)
         num_chats = next(server.chats)
-    rows = {r["name"]: r for r in map(summary_row, table)}
+    rows = {r["name"]: r for r in summarise_run(table)}
     assert rows["rag e2e"]["count"] == rows["rag ttft"]["count"] > rows["rag e2e"]["failed"] == 0
     assert "rag tpot" not in rows
     assert rows["chat e2e"]["count"] == num_chats
+    assert 0.5 < rows["chat e2e"]["per_s"] <= num_chats / 4 + 1
     assert rows["chat e2e"]["failed"] == sum(n % 6 in (1, 4) for n in range(num_chats)) >= 1
     ended = rows["chat e2e"]["count"] - rows["chat e2e"]["failed"]
     assert rows["chat ttft"]["count"] == rows["chat tpot"]["count"] == ended
@@ -206,7 +208,7 @@ def test_ingest_takes_nothing_from_the_run_time() -> None:
 def test_a_request_that_never_ends_is_a_failure() -> None:
     with fake_server(is_stuck=True) as server:
         table = run_locust(server.url, 2, 1, grace_s=1)
-    rows = {r["name"]: r for r in map(summary_row, table)}
+    rows = {r["name"]: r for r in summarise_run(table)}
     assert (rows["chat e2e"]["count"], rows["chat e2e"]["failed"]) == (1, 1)
 
 
@@ -214,11 +216,12 @@ def test_percentiles_of_counted_times_and_the_report(capsys: pytest.CaptureFixtu
     times = {"10": 18, "200.0": 1, "30": 1}
     assert run.percentile({float(k): v for k, v in times.items()}, 0.95) == 30
     record = {"name": "rag ttft", "num_requests": 20, "num_failures": 0, "response_times": times}
-    record |= {"start_time": 5.0, "last_request_timestamp": 15.0, "total_content_length": 400}
-    records = [record, {**record, "name": "rag cached", "total_content_length": 100}]
+    record |= {"start_time": 9.0, "last_request_timestamp": 15.0, "total_content_length": 400}
+    began = {"name": "run start", "start_time": 5.0, "last_request_timestamp": 5.0, "total_content_length": 0}
+    records = [began, record, {**record, "name": "rag cached", "total_content_length": 100}]
     assert run.report(records) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["rag", "ttft", "20", "0", "10.0", "30.0", "2.00"]
     expected = {"name": "rag ttft", "count": 20, "failed": 0, "p50_ms": 10.0, "p95_ms": 30.0, "per_s": 2.0}
     assert json.loads(lines[-1]) == {"rows": [expected], "cached_pct": {"rag": 25.0}}
-    assert run.report([{**record, "num_failures": 1}, records[1]]) == run.report([]) == 1
+    assert run.report([began, {**record, "num_failures": 1}, records[2]]) == run.report([began]) == 1
