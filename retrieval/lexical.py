@@ -102,7 +102,7 @@ class BM25:
         if not self._rows:
             return []
         lengths = np.asarray(self._lengths, np.float32)
-        average = float(lengths.sum()) / len(self._rows)
+        average = float(lengths.sum()) / len(self._rows) or 1.0  # passages without a single word have no length
         norm = self._k1 * (1 - self._b + self._b * lengths / average)
         scores = np.zeros(len(lengths), np.float32)
         for term in set(terms(query)):

@@ -149,7 +149,8 @@ def test_a_kept_conversation_grows_at_its_end_only(server: Server) -> None:
     assert cached[1] > cached[0]
     body = {"query": "And?", "conversation_id": name, "max_tokens": 60, "stream": True, "ignore_eos": True}
     with server.client.stream("POST", "/rag/query", json=body) as reply:
-        next(line for line in reply.iter_lines() if line == "event: delta")
+        lines = reply.iter_lines()  # kept, since a generator that is dropped closes the stream
+        next(line for line in lines if line == "event: delta")
         busy = server.post("/rag/query", query="x", conversation_id=name)
         assert (busy.status_code, busy.json()["error"]["code"]) == (409, "conversation_busy")
     missing = server.post("/rag/query", query="x", conversation_id="conv-unknown")
