@@ -20,6 +20,7 @@ from engine.api import (
     Segment,
     SegmentKind,
     TokenCounts,
+    TokenLogprobs,
 )
 from engine.config import EngineConfig
 from engine.wire import Abort, Add, AskStats, Failed, FromEngine, Outputs, Ready, Stats
@@ -57,6 +58,7 @@ __all__ = [
     "SegmentKind",
     "Stats",
     "TokenCounts",
+    "TokenLogprobs",
     "Tokenizer",
     "load_tokenizer",
 ]

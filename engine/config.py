@@ -25,6 +25,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Token budget of one step. Default: 512, or max_model_len where chunked prefill is off."""
     kv_cache_tokens: int | None = None
     """Tokens the KV pool holds, in blocks of 16. Default: what fits 1 GiB, or one full-length request if more."""
+    pinned_tokens: int | None = None
+    """Tokens of system texts used more than once that are evicted last. Default: a quarter of the KV pool; 0: none."""
     dtype: str = "auto"
     """Weights and KV: float32, bfloat16, float16, or auto: bfloat16 where the device is fast at it, else float32."""
     quantization: str = "none"
@@ -44,6 +46,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < 32:
             raise ValueError(f"kv_cache_tokens must be at least 32, got {self.kv_cache_tokens}")
+        if self.pinned_tokens is not None and self.pinned_tokens < 0:
+            raise ValueError(f"pinned_tokens must be 0 or more, got {self.pinned_tokens}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.quantization not in QUANTIZATIONS:

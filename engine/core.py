@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
-from engine.api import EngineInfo, EngineRequest, EngineStats, FinishReason, RequestOutput
+import torch
+
+from engine.api import BLOCK_SIZE, EngineInfo, EngineRequest, EngineStats, FinishReason, RequestOutput
 from engine.cache import CacheManager
 from engine.config import EngineConfig
 from engine.output import OutputProcessor
+from engine.request import Request
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerCounters
+from engine.step import SchedulerOutput, StepResult
 from engine.tokenizer import Tokenizer, load_tokenizer
 
 DEFAULT_TOKEN_BUDGET = 512
+
+log = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -27,7 +34,11 @@ class EngineCore:
         budget = config.max_num_batched_tokens
         if budget is None:
             budget = DEFAULT_TOKEN_BUDGET if config.enable_chunked_prefill else self.runner.max_model_len
-        self.cache = CacheManager(self.runner.num_blocks, config.enable_prefix_caching)
+        self.token_budget = budget
+        """Most tokens of a step."""
+        pinned = config.pinned_tokens
+        pin_budget = self.runner.num_blocks // 4 if pinned is None else pinned // BLOCK_SIZE
+        self.cache = CacheManager(self.runner.num_blocks, config.enable_prefix_caching, pin_budget)
         self.scheduler = Scheduler(
             self.cache,
             max_model_len=self.runner.max_model_len,
@@ -39,6 +50,8 @@ class EngineCore:
             clock=time.monotonic,
         )
         self._outputs = OutputProcessor(self.tokenizer, self.scheduler)
+        self._needs_check = False
+        self._num_checks = self._num_check_failures = 0
 
     @property
     def has_work(self) -> bool:
@@ -51,33 +64,74 @@ class EngineCore:
         request.params.verify(vocab_size)
         if any(t < 0 or t >= vocab_size for s in request.segments for t in s.token_ids):
             raise ValueError(f"the prompt holds a token id outside the vocabulary of {vocab_size}")
-        self._outputs.open(self.scheduler.add(request))
+        for one in self.scheduler.add(request):
+            self._outputs.open(one)
+        self._needs_check = True
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at once; returns its last output, or None if it had ended."""
-        request = self.scheduler.abort(request_id)
-        if request is None:
-            return None
-        self._outputs.close(request_id)
-        return RequestOutput(request_id, finish_reason=FinishReason.ABORT, stats=request.stats())
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request at once; returns the last outputs of what was still going on."""
+        return [self._end(r, FinishReason.ABORT) for r in self.scheduler.abort(request_id)]
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return what it added to each request."""
+        """Compute one step and return what it added to each request.
+
+        A fault while computing, such as a failed allocation, ends only the requests that meet it alone as well.
+        """
         output = self.scheduler.schedule()
-        events = self.scheduler.update(output, self.runner.execute(output))
+        events = self.scheduler.update(output, self._execute(output))
         return self._outputs.process(events)
 
     def fail_all(self, message: str) -> list[RequestOutput]:
-        """End every request with an error, after a step that failed; their blocks are freed."""
+        """End every request with an error, after a fault in the control plane; their blocks are freed."""
         outputs = []
         for request in self.scheduler.requests():
             self.scheduler.finish(request, FinishReason.ERROR, message)
-            self._outputs.close(request.request_id)
-            out = RequestOutput(
-                request.request_id, finish_reason=FinishReason.ERROR, error=message, stats=request.stats()
-            )
-            outputs.append(out)
+            outputs.append(self._end(request, FinishReason.ERROR, message))
         return outputs
+
+    def check_when_idle(self) -> None:
+        """Check the cache's invariants once after each time there was work; a fault is counted and logged."""
+        if not self._needs_check or self.has_work:
+            return
+        self._needs_check = False
+        self._num_checks += 1
+        try:
+            self.scheduler.check_integrity()
+        except AssertionError:
+            self._num_check_failures += 1
+            log.exception("the cache's invariants do not hold")
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        self._outputs.close(request)
+        return RequestOutput(
+            request.request_id, index=request.index, finish_reason=reason, error=error, stats=request.stats()
+        )
+
+    def _execute(self, output: SchedulerOutput) -> dict[int, StepResult]:
+        """The step's results. If it fails, each request is tried alone, and those that fail again get the fault.
+
+        Computing a token a second time writes the same KV to the same slots, so nothing of the failed try is left.
+        """
+        results, fault = self._try(output)
+        if fault is None:
+            return results
+        if len(output.requests) > 1:
+            log.warning("a step of %d requests failed, each is tried alone: %s", len(output.requests), fault)
+            for request in output.requests:
+                results |= self._execute(SchedulerOutput((request,)))
+            return results
+        (request,) = output.requests
+        log.error("request %d failed: %s", request.key, fault)
+        return {request.key: StepResult(fault=f"the request failed in the engine: {fault}")}
+
+    def _try(self, output: SchedulerOutput) -> tuple[dict[int, StepResult], str | None]:
+        """Results, or what went wrong. The exception is let go here, and with it the memory that its frames hold."""
+        try:
+            return self.runner.execute(output), None
+        except torch.AcceleratorError:
+            raise  # the device's context is lost: only a new process has one
+        except Exception as e:  # whatever a request makes the model do must not end the others
+            return {}, f"{type(e).__name__}: {e}"[:500]
 
     def reset_counters(self) -> None:
         """Forget what was counted so far, after warming up."""
@@ -117,4 +171,9 @@ class EngineCore:
             num_finished=c.finished,
             num_aborted=c.aborted,
             num_failed=c.failed,
+            pinned_blocks=blocks.pinned,
+            num_recomputed_tokens=c.recomputed_tokens,
+            num_non_finite=c.non_finite,
+            num_integrity_checks=self._num_checks,
+            num_integrity_failures=self._num_check_failures,
         )

@@ -7,37 +7,82 @@ segment is open: generated tokens go on in it, so its last, partly filled block 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.api import BLOCK_SIZE, Segment
+from engine.api import BLOCK_SIZE, Segment, SegmentKind
+
+
+class IntColumn:
+    """An int32 array that grows at its end without being made anew each time."""
+
+    __slots__ = ("_data", "_n")
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._n = len(values)
+        self._data = np.zeros(max(2 * self._n, 16), np.int32)
+        self._data[: self._n] = values
+
+    def __len__(self) -> int:
+        return self._n
+
+    def extend(self, values: Sequence[int]) -> None:
+        """Add values."""
+        end = self._n + len(values)
+        if end > len(self._data):
+            self._data = np.concatenate([self._data, np.zeros(max(end, len(self._data)), np.int32)])
+        self._data[self._n : end] = values
+        self._n = end
+
+    def replace(self, first: int, values: Sequence[int]) -> None:
+        """Overwrite from index `first` on. Arrays that `first(n)` gave before may change."""
+        self._data[first : first + len(values)] = values
+
+    def tolist(self) -> list[int]:
+        """The values."""
+        out: list[int] = self._data[: self._n].tolist()
+        return out
+
+    def first(self, n: int) -> npt.NDArray[np.int32]:
+        """The first n values, as a view."""
+        return self._data[:n]
 
 
 class BlockLayout:
-    """Block boundaries of one token sequence that grows at its end.
+    """Block boundaries of one token sequence that grows at its end, and the keys of its sealed blocks.
 
     `starts[i]` is the logical position of block i's first token; `ends[i]` is one past the last position that block i
     may ever hold.
     """
 
-    __slots__ = ("ends", "scopes", "starts")
+    __slots__ = ("_ends", "_starts", "ends", "keys", "num_system_blocks", "paths", "scopes", "starts")
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.scopes: list[str] = []
         """Scope of each block."""
-        position = 0
+        self.keys: list[bytes] = []
+        """Keys of the leading sealed blocks, as far as they were needed."""
+        self.paths: list[int] = []
+        """For each key a number made of it and all keys before it; equal prefixes have equal numbers."""
+        self.num_system_blocks = 0
+        """Leading blocks of system segments."""
+        position, is_leading = 0, True
         for segment in segments:
             end = position + len(segment.token_ids)
             self.starts.extend(range(position, end, BLOCK_SIZE))
             self.ends.extend(min(start + BLOCK_SIZE, end) for start in range(position, end, BLOCK_SIZE))
             self.scopes.extend([segment.scope] * (len(self.starts) - len(self.scopes)))
             position = end
+            is_leading = is_leading and segment.kind is SegmentKind.SYSTEM
+            self.num_system_blocks = len(self.starts) if is_leading else self.num_system_blocks
         self.ends[-1] = self.starts[-1] + BLOCK_SIZE
+        self._starts, self._ends = IntColumn(self.starts), IntColumn(self.ends)
 
     def extend_to(self, num_tokens: int) -> None:
         """Add blocks until positions below `num_tokens` have one."""
@@ -45,44 +90,56 @@ class BlockLayout:
             self.starts.append(self.ends[-1])
             self.ends.append(self.ends[-1] + BLOCK_SIZE)
             self.scopes.append(self.scopes[-1])
+            self._starts.extend((self.starts[-1],))
+            self._ends.extend((self.ends[-1],))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that the first `num_tokens` tokens need, whether or not the layout has grown that far."""
         if num_tokens > self.ends[-1]:
             return len(self.starts) + -(-(num_tokens - self.ends[-1]) // BLOCK_SIZE)
-        return int(np.searchsorted(np.asarray(self.starts), num_tokens, side="left"))
+        return bisect_left(self.starts, num_tokens)
 
     def num_sealed(self, num_tokens: int) -> int:
         """Leading blocks that are sealed once `num_tokens` tokens are computed."""
-        return int(np.searchsorted(np.asarray(self.ends), num_tokens, side="right"))
+        return bisect_right(self.ends, num_tokens)
 
-    def slots(self, block_ids: Sequence[int], first: int, last: int) -> npt.NDArray[np.int64]:
+    def columns(self, num_tokens: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """(start position, valid tokens) of each block that holds any of the first `num_tokens` tokens."""
+        n = self.num_blocks_for(num_tokens)
+        starts = self._starts.first(n)
+        valids = self._ends.first(n) - starts
+        valids[-1] = min(self.ends[n - 1], num_tokens) - self.starts[n - 1]
+        return starts, valids
+
+    def slots(self, block_ids: npt.NDArray[np.int32], first: int, last: int) -> npt.NDArray[np.int64]:
         """Pool slots (block id * 16 + offset) of the positions first..last-1."""
+        if last - first == 1:
+            block = bisect_right(self.starts, first) - 1
+            return np.array([int(block_ids[block]) * BLOCK_SIZE + first - self.starts[block]], np.int64)
         positions = np.arange(first, last)
-        starts = np.asarray(self.starts[: len(block_ids)])
+        starts = self._starts.first(len(block_ids))
         blocks = np.searchsorted(starts, positions, side="right") - 1
-        slots: npt.NDArray[np.int64] = np.asarray(block_ids, np.int64)[blocks] * BLOCK_SIZE + (
-            positions - starts[blocks]
-        )
+        slots: npt.NDArray[np.int64] = block_ids[blocks].astype(np.int64) * BLOCK_SIZE + positions - starts[blocks]
         return slots
 
+    def make_keys(self, token_ids: Sequence[int], last: int, scope_ids: dict[str, int]) -> list[bytes]:
+        """Keys of the sealed blocks 0..last-1: scope and token ids, whole, as bytes; made once and kept.
 
-def block_keys(
-    layout: BlockLayout, token_ids: Sequence[int], first: int, last: int, scope_ids: dict[str, int]
-) -> list[bytes]:
-    """Keys of the sealed blocks first..last-1: scope and token ids, whole, as bytes.
-
-    Two keys are equal only if scope and tokens are: identity is the content itself, a hash only finds the place.
-    Args: `scope_ids` numbers the scopes seen so far and is extended.
-    """
-    keys: list[bytes] = []
-    tokens = np.asarray(token_ids[layout.starts[first] : layout.ends[last - 1]] if last > first else (), np.int32)
-    base = layout.starts[first] if last > first else 0
-    for i in range(first, last):
-        scope = scope_ids.setdefault(layout.scopes[i], len(scope_ids))
-        piece = tokens[layout.starts[i] - base : layout.ends[i] - base]
-        keys.append(scope.to_bytes(4, "little") + piece.tobytes())
-    return keys
+        Two keys are equal only if scope and tokens are: identity is the content itself, a hash only finds the place.
+        Args: `scope_ids` numbers the scopes seen so far and is extended.
+        """
+        first = len(self.keys)
+        if last > first:
+            base = self.starts[first]
+            tokens = np.asarray(token_ids[base : self.ends[last - 1]], np.int32).tobytes()
+            path = self.paths[-1] if self.paths else 0
+            for i in range(first, last):
+                scope = scope_ids.setdefault(self.scopes[i], len(scope_ids))
+                key = scope.to_bytes(4, "little") + tokens[4 * (self.starts[i] - base) : 4 * (self.ends[i] - base)]
+                path = hash((path, key))
+                self.keys.append(key)
+                self.paths.append(path)
+        return self.keys if last == len(self.keys) else self.keys[:last]
 
 
 def segment_spans(segments: Sequence[Segment]) -> list[tuple[int, int]]:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from engine.api import EngineRequest, FinishReason, RequestStats, SamplingParams, Segment
+from engine.api import (
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+    Segment,
+    TokenLogprobs,
+)
 from engine.config import EngineConfig
 from engine.core import EngineCore
 
@@ -18,13 +26,17 @@ Prompt = str | Sequence[int] | Sequence[Segment]
 
 @dataclass(slots=True)
 class Completion:
-    """A finished request."""
+    """A finished continuation."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: RequestStats
     error: str | None = None
+    index: int = 0
+    """Which of the prompt's n continuations it is."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class LLM:
@@ -42,35 +54,30 @@ class LLM:
     ) -> list[Completion]:
         """Continue prompts, all at once; each is text, token ids, or a list of segments.
 
-        Returns completions in the prompts' order. Raises `ValueError` for one that could never run; then none ran.
+        Returns completions in the prompts' order, n for each prompt. Raises `ValueError` for one that could never run;
+        then none ran.
         """
         batch = [prompts] if _is_one(prompts) else list(prompts)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
-        ids: list[str] = []
+        wanted: dict[tuple[str, int], list[RequestOutput]] = {}
         try:
             for prompt, p in zip(batch, each, strict=True):
                 request = EngineRequest(f"llm-{next(self._ids)}", self._segments(prompt), p)
                 self.core.add(request)
-                ids.append(request.request_id)
+                wanted |= {(request.request_id, i): [] for i in range(p.n)}
         except ValueError:
-            for request_id in ids:
+            for request_id, _ in wanted:
                 self.core.abort(request_id)
             raise
-        return self._run(ids)
+        return self._run(wanted)
 
-    def _run(self, ids: list[str]) -> list[Completion]:
-        texts: dict[str, list[str]] = {i: [] for i in ids}
-        tokens: dict[str, list[int]] = {i: [] for i in ids}
-        done: dict[str, Completion] = {}
-        while len(done) < len(ids):
+    def _run(self, wanted: dict[tuple[str, int], list[RequestOutput]]) -> list[Completion]:
+        running = len(wanted)
+        while running:
             for out in self.core.step():
-                texts[out.request_id].append(out.text)
-                tokens[out.request_id] += out.token_ids
-                if out.finish_reason is not None and out.stats is not None:
-                    text = "".join(texts[out.request_id])
-                    ended = (text, tokens[out.request_id], out.finish_reason, out.stats, out.error)
-                    done[out.request_id] = Completion(*ended)
-        return [done[i] for i in ids]
+                wanted[out.request_id, out.index].append(out)
+                running -= out.finish_reason is not None
+        return [_completion(outputs) for outputs in wanted.values()]
 
     def _segments(self, prompt: Any) -> tuple[Segment, ...]:
         if isinstance(prompt, str):
@@ -78,6 +85,23 @@ class LLM:
         if prompt and isinstance(prompt[0], Segment):
             return tuple(prompt)
         return (Segment(tuple(prompt)),)
+
+
+def _completion(outputs: Sequence[RequestOutput]) -> Completion:
+    """One continuation of all its outputs."""
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    assert last.stats is not None
+    return Completion(
+        "".join(o.text for o in outputs),
+        [t for o in outputs for t in o.token_ids],
+        last.finish_reason,
+        last.stats,
+        last.error,
+        last.index,
+        [x for o in outputs for x in o.logprobs],
+        [x for o in outputs for x in o.prompt_logprobs],
+    )
 
 
 def _is_one(prompts: Any) -> bool:

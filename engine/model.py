@@ -38,7 +38,7 @@ class KVPool:
 
 
 class LlamaModel:
-    """Logits for the tokens asked for, writing the KV of all new tokens into the pool."""
+    """Last hidden states of the tokens asked for, writing the KV of all new tokens into the pool; and their logits."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class LlamaModel:
         slots: torch.Tensor,
         plan: Any,
         pool: KVPool,
-        logit_rows: torch.Tensor,
+        rows: torch.Tensor,
     ) -> torch.Tensor:
         """One step.
 
-        Args: token_ids, positions, slots int64 [T]; plan, the attention's plan of this step; logit_rows int64 [B], the
-        tokens whose logits are wanted. Returns logits [B, vocab_size].
+        Args: token_ids, positions, slots int64 [T]; plan, the attention's plan of this step; rows int64 [B], the tokens
+        whose logits are wanted. Returns their hidden states [B, hidden_size], for `logits`.
         """
         x = self._embed[token_ids]
         cos, sin = self._cos[positions], self._sin[positions]
@@ -79,10 +79,14 @@ class LlamaModel:
             h = rms_norm(x, layer.input_norm, self._config.rms_norm_eps)
             x = x + self._attend(h, layer, cos, sin, slots, plan, pool.k[i], pool.v[i])
             if i == len(self._layers) - 1:
-                x = x[logit_rows]
+                x = x[rows]
             h = rms_norm(x, layer.post_norm, self._config.rms_norm_eps)
             x = x + F.linear(silu_gate(F.linear(h, layer.gate_up)), layer.down)
-        return F.linear(rms_norm(x, self._norm, self._config.rms_norm_eps), self._head)
+        return rms_norm(x, self._norm, self._config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
+        return F.linear(hidden, self._head)
 
     def _attend(
         self,

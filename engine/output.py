@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from engine.api import FinishReason, RequestOutput
 from engine.request import Request
-from engine.scheduler import Scheduler, TokenEvent
+from engine.scheduler import Scheduler
+from engine.step import TokenEvent
 from engine.tokenizer import DetokenizerStream, Tokenizer
 
 
@@ -57,21 +58,21 @@ class _Stream:
 
 
 class OutputProcessor:
-    """Keeps one text stream for each request."""
+    """Keeps one text stream for each continuation."""
 
     def __init__(self, tokenizer: Tokenizer, scheduler: Scheduler) -> None:
         self._tokenizer = tokenizer
         self._scheduler = scheduler
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[int, _Stream] = {}
 
     def open(self, request: Request) -> None:
         """Begin a request's text."""
         stops = StopStrings(request.source.params.stop)
-        self._streams[request.request_id] = _Stream(self._tokenizer.stream(), stops)
+        self._streams[request.key] = _Stream(self._tokenizer.stream(), stops)
 
-    def close(self, request_id: str) -> None:
+    def close(self, request: Request) -> None:
         """Forget a request that was aborted."""
-        self._streams.pop(request_id, None)
+        self._streams.pop(request.key, None)
 
     def process(self, events: Sequence[TokenEvent]) -> list[RequestOutput]:
         """Outputs of a step. May end requests in the scheduler, where a stop string is met."""
@@ -79,23 +80,33 @@ class OutputProcessor:
 
     def _output(self, event: TokenEvent) -> RequestOutput:
         request = event.request
-        stream = self._streams[request.request_id]
+        text = self._text(request, event.token_id)
+        if request.finish_reason is not None:
+            del self._streams[request.key]
+        return RequestOutput(
+            request_id=request.request_id,
+            text=text,
+            token_ids=() if event.token_id is None else (event.token_id,),
+            index=request.index,
+            logprobs=() if event.logprobs is None else (event.logprobs,),
+            prompt_logprobs=event.prompt_logprobs,
+            finish_reason=request.finish_reason,
+            error=request.error,
+            stats=request.stats() if request.finish_reason is not None else None,
+        )
+
+    def _text(self, request: Request, token_id: int | None) -> str:
+        """What may be shown now. Ends the request where a stop string is met."""
+        stream = self._streams[request.key]
         # The token that ends the text by its id is not part of the text.
         ends_by_id = request.finish_reason is FinishReason.STOP
-        piece = "" if ends_by_id or event.token_id is None else stream.detokenizer.step(event.token_id)
+        piece = "" if ends_by_id or token_id is None else stream.detokenizer.step(token_id)
+        if request.num_output_tokens < request.source.params.min_tokens:
+            return piece
         text, met = stream.stops.push(piece)
         if met:
             self._scheduler.finish(request, FinishReason.STOP)
             # A length limit reached by the same token yields to the stop string, as the text ends before it.
             request.finish_reason = FinishReason.STOP
-        if request.finish_reason is not None:
-            text += "" if met else stream.stops.flush()
-            del self._streams[request.request_id]
-        return RequestOutput(
-            request_id=request.request_id,
-            text=text,
-            token_ids=() if event.token_id is None else (event.token_id,),
-            finish_reason=request.finish_reason,
-            error=request.error,
-            stats=request.stats() if request.finish_reason is not None else None,
-        )
+            return text
+        return text + stream.stops.flush() if request.finish_reason is not None else text

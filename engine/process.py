@@ -14,15 +14,17 @@ import threading
 import traceback
 
 import msgspec
+import torch
 import zmq
 
-from engine.api import EngineRequest, FinishReason, RequestOutput, SamplingParams, Segment
+from engine.api import BLOCK_SIZE, EngineRequest, FinishReason, RequestOutput, SamplingParams, Segment
 from engine.checkpoint import CheckpointError
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.wire import Abort, Add, AskStats, Failed, FromEngine, Outputs, Ready, Stats, ToEngine
 
 IDLE_POLL_MS = 1000
+WARM_UP_SCOPE = "warm-up"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,12 +68,21 @@ def _serve(socket: zmq.Socket[bytes], config: EngineConfig) -> int:
 
 
 def warm_up(core: EngineCore) -> None:
-    """Make tokens once, so that nothing is allocated for the first time on a user's request."""
-    num = min(64, core.runner.max_model_len - 3)
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    core.add(EngineRequest("warm-up", (Segment(tuple(range(num))),), params))
-    while core.has_work:
-        core.step()
+    """Run each kind of step once, so that nothing is compiled or allocated for the first time on a user's request.
+
+    A prompt of a whole token budget; a single token and a crowd of them; greedy and drawn, with penalties and
+    log-probabilities. What it cached is of a scope that no request has, and is evicted first.
+    """
+    size = min(core.token_budget, core.runner.max_model_len // 2, (core.runner.num_blocks - 2) * BLOCK_SIZE // 2)
+    vocab_size = core.runner.model_config.vocab_size
+    drawn = SamplingParams(max_tokens=3, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, ignore_eos=True)
+    drawn = msgspec.structs.replace(drawn, logprobs=5, prompt_logprobs=1, n=min(8, core.config.max_num_seqs))
+    greedy = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    for n, params in ((size, greedy), (min(17, size), drawn)):
+        tokens = tuple(i % vocab_size for i in range(max(n, 1)))
+        core.add(EngineRequest("warm-up", (Segment(tokens, scope=WARM_UP_SCOPE),), params))
+        while core.has_work:
+            core.step()
     core.reset_counters()
 
 
@@ -93,6 +104,7 @@ class EngineServer:
 
     def _read(self, wait: bool) -> None:
         if wait and not self._socket.poll(IDLE_POLL_MS):
+            self._core.check_when_idle()
             return
         while True:
             try:
@@ -109,19 +121,19 @@ class EngineServer:
                 except ValueError as e:
                     self._send([_error(request.request_id, str(e))])
             case Abort(request_id):
-                out = self._core.abort(request_id)
-                self._send([out] if out is not None else [])
+                self._send(self._core.abort(request_id))
             case AskStats():
                 self._socket.send(self._encoder.encode(Stats(self._core.stats())))
 
     def _step(self) -> list[RequestOutput]:
-        """A step; a fault in it ends the requests in the engine with an error, not the process."""
+        """A step; a fault in the control plane ends the requests in the engine with an error, not the process."""
         try:
             return self._core.step()
-        except (RuntimeError, MemoryError, AssertionError) as e:
+        except torch.AcceleratorError:
+            raise
+        except Exception as e:
             traceback.print_exc()
-            message = f"the engine failed in a step: {e}"
-            return self._core.fail_all(message)
+            return self._core.fail_all(f"the engine failed in a step: {type(e).__name__}: {e}")
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         if outputs:

@@ -5,7 +5,8 @@ block ids that hold them, and a node's children differ in their first key. Looki
 keys byte by byte, so identity is the tokens, never a hash (RadixAttention: Zheng et al., SGLang, 2024, section 3).
 
 A lock on a node protects it and all its ancestors from eviction (invariant I2). Eviction takes the least recently
-used unlocked leaf and gives up its blocks from the end.
+used unlocked leaf and gives up its blocks from the end. Pinned nodes go only when nothing else is left: pinning shifts
+the order, it never makes a request fail.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from itertools import count
 class RadixNode:
     """A run of blocks. Opaque to callers: a handle that is valid while locked."""
 
-    __slots__ = ("blocks", "children", "keys", "last_use", "locks", "parent")
+    __slots__ = ("blocks", "children", "is_pinned", "keys", "last_use", "locks", "parent")
 
     def __init__(self, keys: list[bytes], blocks: list[int], parent: RadixNode | None) -> None:
         self.keys = keys
@@ -27,6 +28,11 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] = {}
         self.locks = 0
         self.last_use = 0
+        self.is_pinned = False
+
+
+_Offer = tuple[int, int, RadixNode]
+"""(last use, serial number, node): two nodes are never compared."""
 
 
 class RadixCache:
@@ -36,25 +42,18 @@ class RadixCache:
         self.root = RadixNode([], [], None)
         self.num_evictable = 0
         self.num_protected = 0
+        self.num_pinned = 0
+        self._num_nodes = 0
+        self._pinned: set[RadixNode] = set()
         self._clock = count(1)
         self._serial = count()
-        self._heap: list[tuple[int, int, RadixNode]] = []
+        self._heap: list[_Offer] = []
+        """Unlocked leaves by last use. Entries may be stale: each is checked when it comes up."""
+        self._pinned_heap: list[_Offer] = []
 
     def match(self, keys: Sequence[bytes]) -> tuple[list[int], RadixNode]:
         """Longest stored prefix of `keys`: its block ids and the node where it ends (the root if nothing matches)."""
-        node, blocks, at = self.root, [], 0
-        now = next(self._clock)
-        while at < len(keys):
-            child = node.children.get(keys[at])
-            if child is None:
-                break
-            n = _common(child.keys, keys, at)
-            if n < len(child.keys):
-                child = self._split(child, n)
-            child.last_use = now
-            blocks += child.blocks
-            node, at = child, at + n
-        return blocks, node
+        return self._descend(self.root, keys)
 
     def insert(self, node: RadixNode, keys: Sequence[bytes], blocks: Sequence[int]) -> tuple[list[int], RadixNode]:
         """Store `keys` below `node`, a locked handle, and move that lock to where they end.
@@ -88,17 +87,43 @@ class RadixCache:
                 self._offer(walk)
             walk = walk.parent
 
+    def pin(self, node: RadixNode, depth: int, num_blocks: int, budget: int) -> None:
+        """Pin the first `num_blocks` blocks of the path that ends at `node`, `depth` blocks deep.
+
+        At most `budget` blocks are pinned: the least recently used pinned paths give way; a longer one is not pinned.
+        """
+        if num_blocks > budget:
+            return
+        while depth - len(node.keys) >= num_blocks and node.parent is not None:
+            depth -= len(node.keys)
+            node = node.parent
+        if node.is_pinned:
+            return
+        if depth > num_blocks:
+            node = self._split(node, len(node.keys) - (depth - num_blocks))
+        path = []
+        while node is not self.root and not node.is_pinned:
+            path.append(node)
+            assert node.parent is not None
+            node = node.parent
+        self._unpin_down_to(budget - sum(len(n.blocks) for n in path), below=node)
+        for pinned in path:
+            self._set_pinned(pinned, True)
+
     def evict(self, n: int) -> list[int]:
         """Give up at least n blocks if that many are evictable, else all of those; returns their ids."""
         out: list[int] = []
-        while len(out) < n and self._heap:
-            last_use, _, node = heapq.heappop(self._heap)
-            if node.locks or node.children or not node.blocks or node.last_use != last_use or node.parent is None:
+        while len(out) < n and (self._heap or self._pinned_heap):
+            heap = self._heap or self._pinned_heap
+            last_use, _, node = heapq.heappop(heap)
+            is_true = self._is_evictable(node) and node.last_use == last_use
+            if not is_true or node.is_pinned is not (heap is self._pinned_heap):
                 continue
             take = min(n - len(out), len(node.blocks))
             out += node.blocks[-take:]
             del node.blocks[-take:]
             self.num_evictable -= take
+            self.num_pinned -= take if node.is_pinned else 0
             self._shrink(node, take)
         return out
 
@@ -112,20 +137,26 @@ class RadixCache:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if links, locks or counts disagree (I1, I2)."""
-        evictable = protected = 0
+        evictable = protected = pinned = num_nodes = 0
         for node in self.nodes():
+            num_nodes += 1
+            pinned += len(node.blocks) if node.is_pinned else 0
+            assert node.is_pinned == (node in self._pinned), "the set of pinned nodes is wrong"
             assert node.parent is not None, "a node has no parent"
             assert node.keys, "a node is empty"
             assert len(node.keys) == len(node.blocks), "a node's keys and blocks differ in number"
             assert node.parent.children[node.keys[0]] is node, "a child is filed under another key"
             assert node.parent is self.root or node.parent.locks >= node.locks, "a parent is locked less than its child"
+            assert node.parent is self.root or node.parent.is_pinned or not node.is_pinned, "pinned below unpinned"
             protected += len(node.blocks) if node.locks else 0
             evictable += 0 if node.locks else len(node.blocks)
         assert evictable == self.num_evictable, f"evictable is {self.num_evictable}, counted {evictable}"
         assert protected == self.num_protected, f"protected is {self.num_protected}, counted {protected}"
+        assert pinned == self.num_pinned, f"pinned is {self.num_pinned}, counted {pinned}"
+        assert num_nodes == self._num_nodes, f"there are {num_nodes} nodes, counted {self._num_nodes}"
 
     def _descend(self, node: RadixNode, keys: Sequence[bytes]) -> tuple[list[int], RadixNode]:
-        """Like `match`, from `node` on."""
+        """Longest stored continuation of `node` along `keys`: its block ids and the node where it ends."""
         blocks: list[int] = []
         now = next(self._clock)
         while len(blocks) < len(keys):
@@ -142,7 +173,8 @@ class RadixCache:
 
     def _append(self, node: RadixNode, keys: list[bytes], blocks: list[int], handle: RadixNode) -> RadixNode:
         """Add a run after `node`: in place where only the caller's own lock holds a leaf, else as a child."""
-        if node is handle and node.locks == 1 and not node.children and node is not self.root:
+        is_own = node is handle and node.locks == 1 and not node.is_pinned
+        if is_own and not node.children and node is not self.root:
             node.keys += keys
             node.blocks += blocks
             self.num_protected += len(blocks)
@@ -151,6 +183,7 @@ class RadixCache:
         child.last_use = next(self._clock)
         node.children[keys[0]] = child
         self.num_evictable += len(blocks)
+        self._num_nodes += 1
         return child
 
     def _split(self, node: RadixNode, n: int) -> RadixNode:
@@ -161,6 +194,10 @@ class RadixCache:
         node.parent.children[upper.keys[0]] = upper
         node.keys, node.blocks, node.parent = node.keys[n:], node.blocks[n:], upper
         upper.children[node.keys[0]] = node
+        self._num_nodes += 1
+        if node.is_pinned:
+            upper.is_pinned = True
+            self._pinned.add(upper)
         return upper
 
     def _lock_between(self, node: RadixNode, stop: RadixNode | None) -> None:
@@ -172,10 +209,38 @@ class RadixCache:
             walk.locks += 1
             walk = walk.parent
 
+    def _is_evictable(self, node: RadixNode) -> bool:
+        return node.parent is not None and not node.locks and not node.children
+
     def _offer(self, node: RadixNode) -> None:
-        """Make an unlocked leaf known to `evict`; entries that have become untrue are dropped there."""
-        if not node.children and not node.locks and node is not self.root:
-            heapq.heappush(self._heap, (node.last_use, next(self._serial), node))
+        """Make an unlocked leaf known to `evict`."""
+        if not self._is_evictable(node):
+            return
+        heap = self._pinned_heap if node.is_pinned else self._heap
+        heapq.heappush(heap, (node.last_use, next(self._serial), node))
+        # Every use of a prefix offers it anew, so without this the heap would grow with the requests.
+        if len(heap) > 64 + 2 * self._num_nodes:
+            heap[:] = [e for e in heap if self._is_evictable(e[2]) and e[2].last_use == e[0]]
+            heapq.heapify(heap)
+
+    def _unpin_down_to(self, budget: int, below: RadixNode) -> None:
+        """Unpin the least recently used pinned leaves until `budget` is kept; `below` and its ancestors stay."""
+        keep = {below}
+        while below.parent is not None:
+            below = below.parent
+            keep.add(below)
+        while self.num_pinned > budget:
+            tips = [n for n in self._pinned - keep if not any(c.is_pinned for c in n.children.values())]
+            if not tips:
+                return
+            tip = min(tips, key=lambda n: n.last_use)
+            self._set_pinned(tip, False)
+            self._offer(tip)
+
+    def _set_pinned(self, node: RadixNode, is_pinned: bool) -> None:
+        node.is_pinned = is_pinned
+        self.num_pinned += len(node.blocks) if is_pinned else -len(node.blocks)
+        (self._pinned.add if is_pinned else self._pinned.discard)(node)
 
     def _shrink(self, node: RadixNode, taken: int) -> None:
         assert node.parent is not None
@@ -184,6 +249,8 @@ class RadixCache:
             self._offer(node)
             return
         del node.parent.children[node.keys[0]]
+        self._pinned.discard(node)
+        self._num_nodes -= 1
         self._offer(node.parent)
         node.parent = None
 

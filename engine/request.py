@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.api import EngineRequest, FinishReason, RequestStats, TokenCounts
 from engine.cache import Allocation
 from engine.layout import BlockLayout, segment_spans
+
+PRIORITY_STEP_S = 30.0
+"""Seconds of waiting that one level of priority is worth."""
 
 
 @dataclass(slots=True, eq=False)
@@ -17,8 +23,12 @@ class Request:
     """
 
     source: EngineRequest
-    arrival: int
-    """Serial number; the lower, the earlier, the higher its claim."""
+    key: int
+    """Serial number in order of arrival: the engine's own name for it."""
+    index: int
+    """Which of the source's n continuations it makes."""
+    rank: tuple[float, int]
+    """The lower, the higher its claim on tokens and blocks: arrival time shifted by priority, then serial number."""
     max_tokens: int
     """Output tokens it may make, cut to what the context allows."""
     seed: int
@@ -26,25 +36,53 @@ class Request:
     token_ids: list[int]
     num_prompt_tokens: int
     layout: BlockLayout
+    banned_ids: tuple[int, ...]
+    """Tokens that would end the text, kept away until min_tokens are made."""
+    spans: list[tuple[int, int]]
+    prompt_ids: npt.NDArray[np.int64] | None
+    """Distinct prompt tokens, where a penalty needs them."""
     allocation: Allocation | None = None
+    leader: tuple[Allocation, int] | None = None
+    """While it waits for blocks that another request is computing: that one's allocation, and which block."""
     num_computed_tokens: int = 0
     num_prefix_tokens: int = 0
     """Prompt tokens found in the cache when it was first scheduled."""
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log-probabilities were given out."""
     num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    """Computed tokens at the last preemption."""
+    num_recomputed_tokens: int = 0
+    """Tokens that preemption made it compute again."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     first_run_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
-    def make(cls, source: EngineRequest, arrival: int, max_tokens: int, seed: int, now: float) -> Request:
+    def make(
+        cls, source: EngineRequest, key: int, index: int, max_tokens: int, seed: int, now: float, eos: frozenset[int]
+    ) -> Request:
         """A waiting request made of what the caller sent."""
         tokens = [t for segment in source.segments for t in segment.token_ids]
-        layout = BlockLayout(source.segments)
-        spans = segment_spans(source.segments)
-        return cls(source, arrival, max_tokens, seed, now, tokens, len(tokens), layout, spans=spans)
+        params = source.params
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos)
+        return cls(
+            source=source,
+            key=key,
+            index=index,
+            rank=(now + PRIORITY_STEP_S * source.priority, key),
+            max_tokens=max_tokens,
+            seed=seed,
+            arrival_s=now,
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            layout=BlockLayout(source.segments),
+            banned_ids=tuple(sorted(ends)) if params.min_tokens else (),
+            spans=segment_spans(source.segments),
+            prompt_ids=np.unique(np.asarray(tokens, np.int64)) if params.repetition_penalty != 1.0 else None,
+        )
 
     @property
     def request_id(self) -> str:
@@ -60,6 +98,17 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens made so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed; cached KV gives none."""
+        wanted = self.source.params.prompt_logprobs is not None and self.index == 0
+        return wanted and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    @property
+    def num_blocks_at_end(self) -> int:
+        """Blocks it needs for all the tokens it may ever have."""
+        return self.layout.num_blocks_for(self.num_prompt_tokens + self.max_tokens)
 
     def stats(self) -> RequestStats:
         """What it cost, for the last output."""

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.api import BLOCK_SIZE
+from engine.api import BLOCK_SIZE, TokenLogprobs
 from engine.checkpoint import ModelConfig, iter_weights, load_config
 from engine.config import EngineConfig
 from engine.model import KVPool, LlamaModel
-from engine.sampler import sample
-from engine.scheduler import ScheduledRequest, SchedulerOutput
-from kernels.batch import AttentionBatch, Sequence
+from engine.sampler import sample, token_logprobs
+from engine.step import ScheduledRequest, SchedulerOutput, StepResult
+from kernels.batch import AttentionBatch
+from kernels.batch import Sequence as Rows
 from kernels.dispatch import make_attention
 
 DEFAULT_POOL_BYTES = 1 << 30
 SPARE_BLOCKS = 64
 """Blocks beyond a full-length request's own, for its segments' partly filled last blocks."""
+
+LOGPROB_ROWS = 64
 
 
 class ModelRunner:
@@ -42,29 +47,54 @@ class ModelRunner:
         self._model = LlamaModel(c, iter_weights(path, c), self._attention, self.dtype, self.device)
         shape = (c.num_layers, self.num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
         self._pool = KVPool(
-            torch.zeros(shape, dtype=self.dtype, device=self.device),
-            torch.zeros(shape, dtype=self.dtype, device=self.device),
+            # Written, not only reserved: no page of it is touched for the first time on a user's request.
+            *(torch.empty(shape, dtype=self.dtype, device=self.device).fill_(0) for _ in range(2))
         )
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> dict[str, int | str]:
-        """Compute a step; returns the next token id, or a fault, of each request that needs one."""
-        if not output.requests:
+    def execute(self, output: SchedulerOutput) -> dict[int, StepResult]:
+        """Compute a step; by key, what it gave each request that needs a token or prompt log-probabilities."""
+        requests = output.requests
+        if not requests:
             return {}
-        wanting = [r for r in output.requests if r.needs_token]
-        logits = self.logits(output, [len(r.token_ids) - 1 for r in wanting], wanting)
-        return sample(logits, wanting) if wanting else {}
+        wanting = [r for r in requests if r.needs_token]
+        hidden = self.hidden(
+            output,
+            [(r, len(r.token_ids) - 1) for r in wanting]
+            + [(r, row) for r in requests for row in range(len(r.prompt_targets))],
+        )
+        results = sample(self._model.logits(hidden[: len(wanting)]), wanting) if wanting else {}
+        at = len(wanting)
+        for r in requests:
+            if r.prompt_targets:
+                rows = hidden[at : at + len(r.prompt_targets)]
+                result = results.get(r.key, StepResult())
+                results[r.key] = dataclasses.replace(result, prompt_logprobs=self._prompt_logprobs(rows, r))
+                at += len(rows)
+        return results
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, r: ScheduledRequest) -> tuple[TokenLogprobs, ...]:
+        """In pieces, so that never more than LOGPROB_ROWS rows of the vocabulary's size are in memory."""
+        out: list[TokenLogprobs] = []
+        for at in range(0, len(hidden), LOGPROB_ROWS):
+            logits = self._model.logits(hidden[at : at + LOGPROB_ROWS]).float()
+            out += token_logprobs(logits, r.prompt_targets[at : at + LOGPROB_ROWS], r.params.prompt_logprobs or 0)
+        return tuple(out)
 
     @torch.inference_mode()
-    def logits(self, output: SchedulerOutput, rows: list[int], of: list[ScheduledRequest]) -> torch.Tensor:
-        """Logits [len(rows), vocab_size]: of each request in `of`, the row-th new token's."""
+    def logits(self, output: SchedulerOutput, rows: Sequence[tuple[ScheduledRequest, int]]) -> torch.Tensor:
+        """Logits [len(rows), vocab_size] of some of the step's new tokens, given as (request, which of its tokens)."""
+        return self._model.logits(self.hidden(output, rows))
+
+    @torch.inference_mode()
+    def hidden(self, output: SchedulerOutput, rows: Sequence[tuple[ScheduledRequest, int]]) -> torch.Tensor:
+        """The same tokens' last hidden states [len(rows), hidden_size]; the KV of all new tokens is written."""
         requests = output.requests
         offsets = np.cumsum([0, *(len(r.token_ids) for r in requests)])
-        first = {r.request_id: int(at) for r, at in zip(requests, offsets, strict=False)}
-        picks = [first[r.request_id] + row for r, row in zip(of, rows, strict=True)]
+        first = {r.key: int(at) for r, at in zip(requests, offsets, strict=False)}
         batch = AttentionBatch(
             tuple(
-                Sequence(len(r.token_ids), r.start, r.block_ids, r.block_starts, r.block_valids, r.block_deltas)
+                Rows(len(r.token_ids), r.start, r.block_ids, r.block_starts, r.block_valids, r.block_deltas)
                 for r in requests
             )
         )
@@ -74,7 +104,7 @@ class ModelRunner:
             self._ids(np.concatenate([r.slots for r in requests])),
             self._attention.plan(batch),
             self._pool,
-            self._ids(picks),
+            self._ids([first[r.key] + row for r, row in rows]),
         )
 
     def _ids(self, values: object) -> torch.Tensor:

@@ -1,72 +1,42 @@
 """Decides what each step computes. One rule: computed tokens chase known tokens, under a token budget.
 
 That rule covers prefill in chunks, decode, cache hits and recomputation after preemption alike (vLLM v1 and Sarathi,
-Agrawal et al. 2024, section 4). In a step, requests that need one token go first, so running answers never wait for a
-prompt; the rest of the budget goes to prompts in order of arrival.
+Agrawal et al. 2024, section 4). In a step, requests that need one token go first; the rest of the budget goes to
+prompts by rank, which is the order of arrival shifted by priority.
 
-When the pool is full, the latest arrival gives its blocks back and waits (preemption by recomputing). The earliest
-never does, and a request that cannot fit alone is refused at `add`, so every admitted request ends.
+Nothing starves:
+- a running answer gets a token in every step: seats are at most half the budget, and single tokens go first;
+- the prompt of lowest rank gets at least half the budget in every step;
+- a waiting request is passed only by one of lower rank, and a level of priority is worth a fixed time of waiting;
+- a request waits for another's blocks only if that one runs and has the lower rank.
+
+When the pool is full, the highest rank gives its blocks back and waits (preemption by recomputing). The lowest never
+does, and a request that cannot fit alone is refused at `add`, so every admitted request ends. After MAX_TRIES
+preemptions a request is started again only with room for all its tokens and those of all that run, so it is preempted
+again only by a request that came later with a higher priority.
 """
 
 from __future__ import annotations
 
+import logging
 import random
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
-from engine.api import EngineRequest, FinishReason, SamplingParams
+from engine.api import MAX_PRIORITY, EngineRequest, FinishReason
 from engine.cache import CacheManager
 from engine.request import Request
+from engine.step import ScheduledRequest, SchedulerOutput, StepResult, TokenEvent
 
+MAX_TRIES = 3
+"""Preemptions after which a request waits until it has room to its end."""
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's share of a step. Block arrays cover all its tokens up to and with this step's."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    """New tokens to compute."""
-    start: int
-    """Logical position of the first of them."""
-    slots: npt.NDArray[np.int64]
-    """Pool slot of each new token."""
-    block_ids: npt.NDArray[np.int32]
-    block_starts: npt.NDArray[np.int32]
-    """Logical position of each block's first token."""
-    block_valids: npt.NDArray[np.int32]
-    """Tokens in each block, 1 to 16."""
-    block_deltas: npt.NDArray[np.int32]
-    """Rotary delta of each block; 0 for blocks used where they were computed."""
-    needs_token: bool
-    """Whether the last new token's logits give the next token."""
-    params: SamplingParams
-    seed: int
-    output_index: int
-    """How many tokens the request has made, which with the seed fixes the draw."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step's work."""
-
-    requests: tuple[ScheduledRequest, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens in the step."""
-        return sum(len(r.token_ids) for r in self.requests)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """A request gained a token, or ended, or both."""
-
-    request: Request
-    token_id: int | None
+log = logging.getLogger(__name__)
+_rank = attrgetter("rank")
 
 
 @dataclass(slots=True)
@@ -76,11 +46,13 @@ class SchedulerCounters:
     prompt_tokens: int = 0
     prefix_tokens: int = 0
     computed_tokens: int = 0
+    recomputed_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
     finished: int = 0
     aborted: int = 0
     failed: int = 0
+    non_finite: int = 0
 
 
 class Scheduler:
@@ -105,15 +77,17 @@ class Scheduler:
             )
         self._cache = cache
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = min(max_num_seqs, max(1, max_num_batched_tokens // 2))
         self._token_budget = max_num_batched_tokens
         self._chunked = enable_chunked_prefill
         self._eos = eos_token_ids
         self._random = random.Random(seed)
         self._clock = clock
-        self._arrivals = 0
-        self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._serial = 0
+        self._by_key: dict[int, Request] = {}
+        self._by_id: dict[str, list[Request]] = {}
+        # Both in order of rank.
+        self._waiting: list[Request] = []
         self._running: list[Request] = []
         self.counters = SchedulerCounters()
 
@@ -132,44 +106,58 @@ class Scheduler:
         """Whether a step would do anything."""
         return bool(self._running or self._waiting)
 
-    def add(self, source: EngineRequest) -> Request:
-        """Queue a request. Raises `ValueError`, naming the fault, for one that could never run."""
-        if source.request_id in self._requests:
+    def add(self, source: EngineRequest) -> list[Request]:
+        """Queue a request: one for each of its n continuations.
+
+        Raises `ValueError`, naming the fault, for one that could never run.
+        """
+        if source.request_id in self._by_id:
             raise ValueError(f"request_id {source.request_id!r} is in use")
-        _check_segments(source)
+        _check_source(source)
         n = source.num_prompt_tokens
         if n >= self._max_model_len:
             raise ValueError(f"the prompt has {n} tokens; max_model_len is {self._max_model_len}, output included")
         max_tokens = min(source.params.max_tokens, self._max_model_len - n)
         seed = source.params.seed if source.params.seed is not None else self._random.getrandbits(63)
-        request = Request.make(source, self._arrivals, max_tokens, seed, self._clock())
-        need = request.layout.num_blocks_for(n + max_tokens)
+        first, now = self._serial, self._clock()
+        requests = [
+            Request.make(source, first + i, i, max_tokens, seed, now, self._eos) for i in range(source.params.n)
+        ]
+        need = requests[0].num_blocks_at_end
         if need > self._cache.num_blocks:
             raise ValueError(
                 f"the request needs {need} KV blocks with its output; the pool has {self._cache.num_blocks}"
             )
-        self._arrivals += 1
-        self._requests[request.request_id] = request
-        self._waiting.append(request)
-        return request
+        self._serial += len(requests)
+        self._by_id[source.request_id] = requests
+        for request in requests:
+            self._by_key[request.key] = request
+            insort(self._waiting, request, key=_rank)
+        return requests
 
     def requests(self) -> list[Request]:
         """All requests in the engine, running and waiting."""
-        return list(self._requests.values())
+        return list(self._by_key.values())
 
-    def abort(self, request_id: str) -> Request | None:
-        """End a request at once and free its blocks. Unknown or ended ids are ignored, since ends race with aborts."""
-        request = self._requests.get(request_id)
-        if request is not None:
+    def abort(self, request_id: str) -> list[Request]:
+        """End a request at once and free its blocks; returns what was still going on.
+
+        Unknown or ended ids are ignored, since ends race with aborts.
+        """
+        requests = [r for r in self._by_id.get(request_id, ()) if r.finish_reason is None]
+        for request in requests:
             self.finish(request, FinishReason.ABORT)
-        return request
+        return requests
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request: blocks freed, whatever is sealed stays cached."""
         if request.finish_reason is not None:
             return
         request.finish_reason, request.error = reason, error
-        del self._requests[request.request_id]
+        del self._by_key[request.key]
+        siblings = self._by_id[request.request_id]
+        if all(r.finish_reason is not None for r in siblings):
+            del self._by_id[request.request_id]
         if request.allocation is None:
             self._waiting.remove(request)
         else:
@@ -179,48 +167,65 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's work. Empty only if nothing is left to do."""
-        budget = self._token_budget
         chosen: dict[Request, int] = {}
-        was_preempted = False
-        for request in sorted(self._running, key=lambda r: (r.num_tokens - r.num_computed_tokens > 1, r.arrival)):
-            if request.allocation is None:
-                continue
-            n = min(request.num_tokens - request.num_computed_tokens, budget - sum(chosen.values()))
-            if n <= 0:
-                continue
-            was_preempted |= self._make_room(request, request.num_computed_tokens + n, chosen)
-            if request.allocation is not None:
-                chosen[request] = n
+        left, was_preempted = self._token_budget, False
+        for wants_one in (True, False):
+            for request in tuple(self._running):
+                missing = request.num_tokens - request.num_computed_tokens
+                if request.allocation is None or (missing == 1) is not wants_one:
+                    continue
+                n = min(missing, left)
+                if n <= 0:
+                    break
+                if self._make_room(request, request.num_computed_tokens + n, chosen):
+                    was_preempted, left = True, self._token_budget - sum(chosen.values())
+                if request.allocation is not None:
+                    chosen[request] = n
+                    left -= n
         if not was_preempted:
-            self._admit(chosen)
+            self._admit(chosen, left)
         return SchedulerOutput(tuple(self._record(r, n) for r, n in chosen.items()))
 
-    def update(self, output: SchedulerOutput, tokens: Mapping[str, int | str]) -> list[TokenEvent]:
-        """Take a step's results: for each request that needed one its next token id, or a string naming a fault."""
+    def update(self, output: SchedulerOutput, results: Mapping[int, StepResult]) -> list[TokenEvent]:
+        """Take a step's results, by key: of each request that needed a token or prompt log-probabilities, or failed."""
         now = self._clock()
         events: list[TokenEvent] = []
         for item in output.requests:
-            request = self._requests.get(item.request_id)
+            request, result = self._by_key.get(item.key), results.get(item.key)
             if request is None:
+                continue
+            if result is not None and result.fault is not None:
+                self.counters.non_finite += result.is_non_finite
+                self.finish(request, FinishReason.ERROR, result.fault)
+                events.append(TokenEvent(request, None))
                 continue
             request.num_computed_tokens += len(item.token_ids)
             assert request.allocation is not None
             self._cache.commit(request.allocation, request.token_ids, request.num_computed_tokens)
-            if item.needs_token:
-                events.append(self._take_token(request, tokens[item.request_id], now))
+            if result is not None:
+                events.append(self._take(request, item, result, now))
         return events
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if an invariant is broken (I1, I2, I4)."""
         self._cache.check_integrity()
-        for request in self._requests.values():
+        for queue in (self._waiting, self._running):
+            assert queue == sorted(queue, key=_rank), "a queue is out of order"
+        for request in self._by_key.values():
             assert request.num_computed_tokens <= request.num_tokens, "computed tokens passed known tokens"
-            assert (request.allocation is None) == (request in self._waiting), "a request is in the wrong queue"
+            queue = self._waiting if request.allocation is None else self._running
+            assert request in queue, "a request is in the wrong queue"
+        assert len(self._waiting) + len(self._running) == len(self._by_key), "a queue holds a request that has ended"
 
-    def _take_token(self, request: Request, token: int | str, now: float) -> TokenEvent:
-        if isinstance(token, str):
-            self.finish(request, FinishReason.ERROR, token)
-            return TokenEvent(request, None)
+    def _take(self, request: Request, item: ScheduledRequest, result: StepResult, now: float) -> TokenEvent:
+        """Add a result to its request."""
+        # After a preemption some positions are computed a second time; they were given out already.
+        known = request.num_prompt_logprobs - item.start
+        new = result.prompt_logprobs[known:] if known >= 0 else ()
+        request.num_prompt_logprobs += len(new)
+        token = result.token_id
+        if token is None:
+            return TokenEvent(request, None, prompt_logprobs=new)
         request.token_ids.append(token)
         request.first_token_s = request.first_token_s if request.first_token_s is not None else now
         request.last_token_s = now
@@ -230,13 +235,13 @@ class Scheduler:
             self.finish(request, FinishReason.STOP)
         elif request.num_output_tokens >= request.max_tokens:
             self.finish(request, FinishReason.LENGTH)
-        return TokenEvent(request, token)
+        return TokenEvent(request, token, result.logprobs, new)
 
     def _make_room(self, request: Request, num_tokens: int, chosen: dict[Request, int]) -> bool:
-        """Reserve blocks, preempting the latest arrivals as long as it fails; True if any was preempted."""
+        """Reserve blocks, preempting the highest ranks as long as it fails; True if any was preempted."""
         was_preempted = False
         while request.allocation is not None and not self._cache.reserve(request.allocation, num_tokens):
-            victim = max(self._running, key=lambda r: r.arrival)
+            victim = self._running[-1]
             chosen.pop(victim, None)
             self._preempt(victim)
             was_preempted = True
@@ -245,34 +250,71 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._release(request)
+        log.info("request %s was preempted with %d tokens", request.request_id, request.num_computed_tokens)
+        request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.counters.preemptions += 1
-        at = next((i for i, r in enumerate(self._waiting) if r.arrival > request.arrival), len(self._waiting))
-        self._waiting.insert(at, request)
+        insort(self._waiting, request, key=_rank)
 
-    def _admit(self, chosen: dict[Request, int]) -> None:
-        """Start waiting requests in order of arrival while budget, seats and blocks last."""
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            budget = self._token_budget - sum(chosen.values())
-            request = self._waiting[0]
-            if budget <= 0:
-                return
-            allocation, num_cached = self._cache.open(request.layout, request.token_ids)
+    def _admit(self, chosen: dict[Request, int], budget: int) -> None:
+        """Start waiting requests by rank while budget, seats and blocks last.
+
+        One that would compute what a running request of lower rank is computing is left out until that is done.
+        """
+        at = 0
+        while at < len(self._waiting) and len(self._running) < self._max_num_seqs and budget > 0:
+            request = self._waiting[at]
+            if self._waits_for_blocks(request):
+                at += 1
+                continue
+            reads = not request.wants_prompt_logprobs
+            allocation, num_cached = self._cache.open(request.layout, request.token_ids, reads=reads)
+            leader = self._cache.in_flight(allocation) if reads else None
+            if leader is not None and self._ranks_before(leader, request):
+                request.leader = (leader, allocation.num_shared)
+                self._cache.close(allocation)
+                at += 1
+                continue
             missing = request.num_tokens - num_cached
-            fits = self._chunked or missing <= budget
+            fits = (self._chunked or missing <= budget) and self._has_room(request, allocation.num_shared)
             # All known tokens get their blocks at once, so a prefill under way never runs out of them.
             if not fits or not self._cache.reserve(allocation, request.num_tokens):
                 self._cache.close(allocation)
                 return
-            self._waiting.popleft()
-            self._running.append(request)
+            del self._waiting[at]
+            insort(self._running, request, key=_rank)
             request.allocation, request.num_computed_tokens = allocation, num_cached
+            self._cache.announce(allocation, request.num_tokens)
             self._count_start(request, num_cached)
             chosen[request] = min(missing, budget)
+            budget -= chosen[request]
+
+    def _waits_for_blocks(self, request: Request) -> bool:
+        """Whether the blocks that it waits for are still being computed."""
+        if request.leader is None:
+            return False
+        allocation, block = request.leader
+        if block in allocation.announced:
+            return True
+        request.leader = None
+        return False
+
+    def _ranks_before(self, leader: object, request: Request) -> bool:
+        return any(r.allocation is leader and r.rank < request.rank for r in self._running)
+
+    def _has_room(self, request: Request, num_cached_blocks: int) -> bool:
+        """For a request that was preempted MAX_TRIES times: whether it and all that run have room to their ends."""
+        if request.num_preemptions < MAX_TRIES or not self._running:
+            return True
+        others = sum(r.num_blocks_at_end - r.allocation.num_blocks for r in self._running if r.allocation)
+        return request.num_blocks_at_end - num_cached_blocks + others <= self._cache.num_available
 
     def _count_start(self, request: Request, num_cached: int) -> None:
         if request.first_run_s is not None:
+            again = max(0, request.num_lost_tokens - num_cached)
+            request.num_recomputed_tokens += again
+            self.counters.recomputed_tokens += again
             return
         request.first_run_s = self._clock()
         request.num_prefix_tokens = num_cached
@@ -296,28 +338,39 @@ class Scheduler:
     def _record(self, request: Request, n: int) -> ScheduledRequest:
         assert request.allocation is not None
         first, last = request.num_computed_tokens, request.num_computed_tokens + n
-        layout, num_blocks = request.layout, request.layout.num_blocks_for(last)
-        ids = request.allocation.block_ids[:num_blocks]
-        starts = np.asarray(layout.starts[:num_blocks], np.int32)
-        ends = np.asarray(layout.ends[:num_blocks], np.int32)
+        starts, valids = request.layout.columns(last)
+        params, output_index = request.source.params, request.num_output_tokens
+        ids = request.allocation.block_ids.first(len(starts)).copy()
+        targets: tuple[int, ...] = ()
+        if request.wants_prompt_logprobs:
+            targets = tuple(request.token_ids[first + 1 : min(last + 1, request.num_prompt_tokens)])
         return ScheduledRequest(
-            request_id=request.request_id,
+            key=request.key,
             token_ids=tuple(request.token_ids[first:last]),
             start=first,
-            slots=layout.slots(ids, first, last),
-            block_ids=np.asarray(ids, np.int32),
+            slots=request.layout.slots(ids, first, last),
+            block_ids=ids,
             block_starts=starts,
-            block_valids=np.minimum(ends, last) - starts,
-            block_deltas=np.zeros(num_blocks, np.int32),
+            block_valids=valids,
+            block_deltas=np.zeros(len(starts), np.int32),
             needs_token=last == request.num_tokens,
-            params=request.source.params,
+            params=params,
             seed=request.seed,
-            output_index=request.num_output_tokens,
+            output_index=output_index,
+            stream=request.index,
+            banned_ids=request.banned_ids if output_index < params.min_tokens else (),
+            prompt_ids=request.prompt_ids,
+            output_ids=np.asarray(request.token_ids[request.num_prompt_tokens :], np.int64)
+            if params.has_penalties
+            else None,
+            prompt_targets=targets,
         )
 
 
-def _check_segments(source: EngineRequest) -> None:
-    """Raise `ValueError` for a prompt without tokens or with a scope that widens."""
+def _check_source(source: EngineRequest) -> None:
+    """Raise `ValueError` for a prompt without tokens, a scope that widens, or a priority out of range."""
+    if not -MAX_PRIORITY <= source.priority <= MAX_PRIORITY:
+        raise ValueError(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {source.priority}")
     if not source.segments or not all(s.token_ids for s in source.segments):
         raise ValueError("the prompt is empty, or has an empty segment")
     scope = source.segments[0].scope

@@ -33,6 +33,16 @@ _LLAMA3 = (
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's alphabet: printable bytes stand for themselves, the others for code points from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
 class Tokenizer:
     """A tokenizer with its control tokens, end-of-text ids and chat template."""
 
@@ -55,6 +65,7 @@ class Tokenizer:
         self.eos_token = eos_token
         longest_first = sorted(self.control_tokens, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        self._is_byte_level = "ByteLevel" in str(core.decoder)
         self._control_ids = frozenset(self.control_tokens.values())
         self._template = _compile(chat_template) if chat_template else None
         state = json.dumps([core.to_str(), sorted(self.control_tokens.items()), chat_template], sort_keys=True)
@@ -104,6 +115,15 @@ class Tokenizer:
         kept = [i for i in ids if not (skip_special_tokens and i in self._control_ids)]
         text: str = self._core.decode(kept, skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one id stands for, by itself: bytes that need be no whole character; a control token's own name."""
+        token = self._core.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id not in self._control_ids and self._is_byte_level and all(c in _BYTE_OF for c in token):
+            return bytes(_BYTE_OF[c] for c in token)
+        return str(token).encode() if token_id in self._control_ids else self.decode([token_id]).encode()
 
     def stream(self) -> DetokenizerStream:
         """A fresh incremental decoder."""

@@ -54,7 +54,10 @@ class EngineClient(Protocol):
         """End it."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of a request; closing the generator aborts it. Raises `EngineDead` when the engine dies."""
+        """Outputs of a request until all its continuations have ended; closing the generator aborts it.
+
+        Raises `EngineDead` when the engine dies.
+        """
 
     async def stats(self) -> EngineStats:
         """Counters and gauges. Raises `EngineDead`."""
@@ -105,23 +108,29 @@ class LocalEngineClient:
         self._fail_all("the engine was stopped")
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of a request; closing the generator aborts it. Raises `EngineDead` when the engine dies."""
+        """Outputs of a request until all its continuations have ended; closing the generator aborts it.
+
+        Raises `EngineDead` when the engine dies.
+        """
         if not self._ready.is_set():
             raise EngineDead("the engine is not ready")
         queue: asyncio.Queue[RequestOutput | EngineDead] = asyncio.Queue()
         self._queues[request.request_id] = queue
         self._child.send(self._encoder.encode(Add(request)))
-        has_ended = False
+        num_going = request.params.n
         try:
-            while not has_ended:
+            while num_going:
                 out = await queue.get()
-                has_ended = isinstance(out, EngineDead) or out.finish_reason is not None
                 if isinstance(out, EngineDead):
+                    num_going = 0
                     raise out
+                if out.finish_reason is not None:
+                    # Without statistics the request was refused as a whole.
+                    num_going = num_going - 1 if out.stats is not None else 0
                 yield out
         finally:
             self._queues.pop(request.request_id, None)
-            if not has_ended:
+            if num_going:
                 self._child.send(self._encoder.encode(Abort(request.request_id)))
 
     async def stats(self) -> EngineStats:

@@ -43,6 +43,16 @@ class Metrics:
         self._waiting = Gauge("foreword_requests_waiting", "Requests in the engine's queue", registry=r)
         self._blocks = Gauge("foreword_kv_blocks", "KV blocks by state", ["state"], registry=r)
         self._preemptions = Gauge("foreword_preemptions", "Preemptions since the engine started", registry=r)
+        self._recomputed = Gauge(
+            "foreword_recomputed_tokens", "Tokens computed again because of preemption", registry=r
+        )
+        self._pinned = Gauge("foreword_kv_blocks_pinned", "KV blocks of system texts that are evicted last", registry=r)
+        self._non_finite = Gauge(
+            "foreword_non_finite_logits", "Requests ended because the model gave NaN or infinite logits", registry=r
+        )
+        self._checks = Gauge("foreword_integrity_checks", "Idle checks of the cache's invariants", registry=r)
+        self._check_failures = Gauge("foreword_integrity_failures", "Checks that found one broken", registry=r)
+        self._failed = Gauge("foreword_failed_requests", "Requests that ended with an error in the engine", registry=r)
         self._aborts = Gauge("foreword_aborts", "Aborted requests since the engine started", registry=r)
         self._restarts = Gauge("foreword_engine_restarts", "Times the engine was started again", registry=r)
         self._documents = Gauge("foreword_documents", "Documents by collection", ["collection"], registry=r)
@@ -50,11 +60,12 @@ class Metrics:
         for kind in ("prefix", "linked", "computed"):
             self.prompt_tokens.labels(kind)
 
-    def finished(self, stats: RequestStats, ttft_s: float, total_s: float) -> None:
-        """Count a request that ended."""
-        self.prompt_tokens.labels("prefix").inc(stats.counts.prefix)
-        self.prompt_tokens.labels("linked").inc(stats.counts.linked)
-        self.prompt_tokens.labels("computed").inc(stats.counts.computed)
+    def finished(self, stats: RequestStats, ttft_s: float, total_s: float, index: int) -> None:
+        """Count a continuation that ended; the prompt counts once, with the first."""
+        if index == 0:
+            self.prompt_tokens.labels("prefix").inc(stats.counts.prefix)
+            self.prompt_tokens.labels("linked").inc(stats.counts.linked)
+            self.prompt_tokens.labels("computed").inc(stats.counts.computed)
         self.output_tokens.inc(stats.num_output_tokens)
         self.queue.observe(stats.queue_s)
         self.ttft.observe(ttft_s)
@@ -71,6 +82,12 @@ class Metrics:
             for state in ("free", "evictable", "protected", "held"):
                 self._blocks.labels(state).set(getattr(engine, f"{state}_blocks"))
             self._preemptions.set(engine.num_preemptions)
+            self._recomputed.set(engine.num_recomputed_tokens)
+            self._pinned.set(engine.pinned_blocks)
+            self._non_finite.set(engine.num_non_finite)
+            self._checks.set(engine.num_integrity_checks)
+            self._check_failures.set(engine.num_integrity_failures)
+            self._failed.set(engine.num_failed)
             self._aborts.set(engine.num_aborted)
         if retrieval is not None:
             self._documents.clear()

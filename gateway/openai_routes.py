@@ -7,15 +7,17 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from litestar import Request, Response, get, post
 from litestar.response import Stream
 
-from engine import RequestStats, SamplingParams, Segment
+from engine import RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
 from gateway import sse
 from gateway.errors import ApiError, decode_body
+from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.prompt import PassageText, Prompt, PromptTooLong
 from gateway.schemas import ChatRequest, CompletionRequest, message_dicts, strip_neutral
 from gateway.services import Services
@@ -23,6 +25,18 @@ from gateway.usage import usage_dict
 
 AnyRequest = Request[Any, Any, Any]
 DEFAULT_TEMPERATURE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole continuation."""
+
+    index: int
+    text: str
+    reason: str
+    stats: RequestStats
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
 
 
 def read_openai(raw: bytes, kind: type[Any]) -> Any:
@@ -43,19 +57,24 @@ async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     services = services_of(request)
     body: ChatRequest = read_openai(await request.body(), ChatRequest)
     services.check_model(body.model)
-    params = body.params(
-        services.settings.gateway.default_max_tokens, DEFAULT_TEMPERATURE, max_tokens=body.max_completion_tokens
-    )
+    params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, DEFAULT_TEMPERATURE)
     prompt = _chat_prompt(services, body, params)
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         events = _chat_events(services, prompt, params, head, wants_usage)
         return sse.stream(events, services.settings.gateway.keep_alive_s)
-    text, reason, stats = await sse.until_disconnect(request, collect(services, prompt, params))
-    message = {"role": "assistant", "content": text, "refusal": None}
-    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-    return Response({**head, "object": "chat.completion", "choices": [choice], "usage": usage_dict([stats])})
+    answers = await sse.until_disconnect(request, collect(services, prompt, params))
+    choices = [_chat_choice(services, a) for a in answers]
+    usage = usage_dict([answers[0].stats], [a.stats for a in answers[1:]])
+    reply = {**head, "object": "chat.completion", "choices": choices, "usage": usage}
+    return Response({**reply, **_prompt_logprobs(services, params, answers[0])})
+
+
+def _chat_choice(services: Services, answer: Answer) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    logprobs = chat_logprobs(services.tokenizer, answer.logprobs) if answer.logprobs else None
+    return {"index": answer.index, "message": message, "finish_reason": answer.reason, "logprobs": logprobs}
 
 
 @post("/v1/completions", status_code=200)
@@ -64,7 +83,7 @@ async def completions(request: AnyRequest) -> Response[Any] | Stream:
     services = services_of(request)
     body: CompletionRequest = read_openai(await request.body(), CompletionRequest)
     services.check_model(body.model)
-    params = body.params(16, DEFAULT_TEMPERATURE)
+    params = body.params(services.info.vocab_size, 16, DEFAULT_TEMPERATURE)
     prompts = _completion_prompts(services, body, params)
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
     head["object"] = "text_completion"
@@ -77,10 +96,24 @@ async def completions(request: AnyRequest) -> Response[Any] | Stream:
     work = _gather([collect(services, p, params) for p in prompts])
     done = await sse.until_disconnect(request, work)
     choices = [
-        {"index": i, "text": text, "finish_reason": reason, "logprobs": None}
-        for i, (text, reason, _) in enumerate(done)
+        {
+            "index": a.index + at * params.n,
+            "text": a.text,
+            "finish_reason": a.reason,
+            "logprobs": completion_logprobs(services.tokenizer, a.logprobs) if a.logprobs else None,
+            **(_prompt_logprobs(services, params, a) if a.index == 0 else {}),
+        }
+        for at, answers in enumerate(done)
+        for a in answers
     ]
-    return Response({**head, "choices": choices, "usage": usage_dict([stats for _, _, stats in done])})
+    usage = usage_dict([answers[0].stats for answers in done], [a.stats for answers in done for a in answers[1:]])
+    return Response({**head, "choices": choices, "usage": usage})
+
+
+def _prompt_logprobs(services: Services, params: SamplingParams, first: Answer) -> dict[str, Any]:
+    if params.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs(services.tokenizer, first.prompt_logprobs)}
 
 
 @get("/v1/models")
@@ -92,20 +125,30 @@ async def list_models(request: AnyRequest) -> dict[str, Any]:
     return {"object": "list", "data": [{**r, "max_model_len": info.max_model_len} for r in rows]}
 
 
-async def collect(services: Services, prompt: Prompt, params: SamplingParams) -> tuple[str, str, RequestStats]:
-    """Text, finish reason and statistics of a whole answer."""
-    text, reason, stats = [], "stop", None
-    async with aclosing(services.generate(prompt, params)) as outputs:
-        async for out in outputs:
-            text.append(out.text)
-            if out.finish_reason is not None:
-                reason, stats = out.finish_reason.value, out.stats
-    if stats is None:
+async def collect(services: Services, prompt: Prompt, params: SamplingParams) -> list[Answer]:
+    """All continuations of a prompt, whole, in order of their index."""
+    outputs: list[list[RequestOutput]] = [[] for _ in range(params.n)]
+    async with aclosing(services.generate(prompt, params)) as arriving:
+        async for out in arriving:
+            outputs[out.index].append(out)
+    return [_answer(index, of_one) for index, of_one in enumerate(outputs)]
+
+
+def _answer(index: int, outputs: list[RequestOutput]) -> Answer:
+    last = outputs[-1] if outputs else None
+    if last is None or last.stats is None or last.finish_reason is None:
         raise ApiError("internal_error", "the engine gave no statistics")
-    return "".join(text), reason, stats
+    return Answer(
+        index,
+        "".join(o.text for o in outputs),
+        last.finish_reason.value,
+        last.stats,
+        [x for o in outputs for x in o.logprobs],
+        [x for o in outputs for x in o.prompt_logprobs],
+    )
 
 
-async def _gather(work: list[Any]) -> list[tuple[str, str, RequestStats]]:
+async def _gather(work: list[Any]) -> list[list[Answer]]:
     """Run all; if one fails or we are cancelled, the others are cancelled too."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(w) for w in work]
@@ -149,22 +192,27 @@ def _completion_prompts(services: Services, body: CompletionRequest, params: Sam
 async def _chat_events(
     services: Services, prompt: Prompt, params: SamplingParams, head: dict[str, Any], wants_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    def chunk(delta: dict[str, str], reason: str | None, usage: Any = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
-        return sse.event({**head, "object": "chat.completion.chunk", "choices": [choice], "usage": usage})
+    head = {**head, "object": "chat.completion.chunk"}
 
-    yield chunk({"role": "assistant", "content": ""}, None)
+    def chunk(index: int, delta: dict[str, str], reason: str | None, logprobs: Any = None, **extra: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+        return sse.event({**head, "choices": [choice], "usage": None, **extra})
+
+    for index in range(params.n):
+        yield chunk(index, {"role": "assistant", "content": ""}, None)
+    totals = _Totals(params)
     try:
         async with aclosing(services.generate(prompt, params)) as outputs:
             async for out in outputs:
-                if out.text:
-                    yield chunk({"content": out.text}, None)
-                if out.finish_reason is not None and out.stats is not None:
-                    usage = usage_dict([out.stats])
-                    # Usage always comes with the last chunk; clients that asked for it get OpenAI's extra one too.
-                    yield chunk({}, out.finish_reason.value, None if wants_usage else usage)
-                    if wants_usage:
-                        yield sse.event({**head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+                totals.add(out)
+                if out.text or out.logprobs:
+                    logprobs = chat_logprobs(services.tokenizer, out.logprobs) if out.logprobs else None
+                    yield chunk(out.index, {"content": out.text}, None, logprobs)
+                if out.finish_reason is not None:
+                    extra = totals.last_chunk(services, wants_usage)
+                    yield chunk(out.index, {}, out.finish_reason.value, None, **extra)
+        if wants_usage:
+            yield sse.event({**head, "choices": [], "usage": totals.usage()})
     except ApiError as e:
         yield sse.event(e.body())
         return
@@ -174,17 +222,55 @@ async def _chat_events(
 async def _completion_events(
     services: Services, prompt: Prompt, params: SamplingParams, head: dict[str, Any], wants_usage: bool
 ) -> AsyncGenerator[bytes, None]:
+    totals = _Totals(params)
+    offsets = [0] * params.n
     try:
         async with aclosing(services.generate(prompt, params)) as outputs:
             async for out in outputs:
+                totals.add(out)
+                logprobs = None
+                if out.logprobs:
+                    logprobs = completion_logprobs(services.tokenizer, out.logprobs, offsets[out.index])
+                    offsets[out.index] += sum(map(len, logprobs["tokens"]))
                 reason = out.finish_reason.value if out.finish_reason is not None else None
-                usage = usage_dict([out.stats]) if out.stats is not None else None
-                if out.text or reason:
-                    choice = {"index": 0, "text": out.text, "finish_reason": reason, "logprobs": None}
-                    yield sse.event({**head, "choices": [choice], "usage": None if wants_usage else usage})
-                if reason and wants_usage:
-                    yield sse.event({**head, "choices": [], "usage": usage})
+                if out.text or logprobs or reason:
+                    choice = {"index": out.index, "text": out.text, "finish_reason": reason, "logprobs": logprobs}
+                    extra = totals.last_chunk(services, wants_usage) if reason else {}
+                    yield sse.event({**head, "choices": [choice], "usage": None, **extra})
+        if wants_usage:
+            yield sse.event({**head, "choices": [], "usage": totals.usage()})
     except ApiError as e:
         yield sse.event(e.body())
         return
     yield sse.DONE
+
+
+class _Totals:
+    """What a stream says in its last chunk: usage over all continuations, and the prompt's log-probabilities."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._stats: dict[int, RequestStats] = {}
+        self._prompt: list[TokenLogprobs] = []
+
+    def add(self, out: RequestOutput) -> None:
+        """Take an output."""
+        self._prompt += out.prompt_logprobs
+        if out.stats is not None:
+            self._stats[out.index] = out.stats
+
+    def usage(self) -> dict[str, Any]:
+        """Usage, once all have ended."""
+        return usage_dict([self._stats[0]], [s for i, s in self._stats.items() if i])
+
+    def last_chunk(self, services: Services, wants_usage: bool) -> dict[str, Any]:
+        """Extra fields of a chunk that ends a continuation; empty unless it is the last one.
+
+        Usage always comes with the last chunk; clients that asked for it get OpenAI's extra one instead.
+        """
+        if len(self._stats) < self._params.n:
+            return {}
+        extra: dict[str, Any] = {} if wants_usage else {"usage": self.usage()}
+        if self._params.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = prompt_logprobs(services.tokenizer, self._prompt)
+        return extra

@@ -77,7 +77,7 @@ class PromptAssembler:
     """Makes prompts for one tokenizer and caches the token ids of the texts it has seen."""
 
     def __init__(self, tokenizer: Tokenizer, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._ids: OrderedDict[tuple[bool, str], tuple[int, ...]] = OrderedDict()
         self._num_cached, self._max_cached = 0, max_cached_tokens
         # Unguessable, so no content can hold one of the private marks by chance or on purpose.
@@ -139,7 +139,7 @@ class PromptAssembler:
         """
         hidden = [{**m, "content": self._hide(m["content"])} for m in messages]
         if not documents:
-            prompt = Prompt(self._message_segments(self._tokenizer.render_chat(hidden), scope))
+            prompt = Prompt(self._message_segments(self.tokenizer.render_chat(hidden), scope))
         else:
             prompt = self._chat_with_documents(hidden, documents, scope)
         if prompt.num_tokens > max_tokens:
@@ -180,7 +180,7 @@ class PromptAssembler:
             raise ValueError("messages: documents need a user message")
         mark = self._mark(0)
         marked = [*messages[:at], {**messages[at], "content": mark + messages[at]["content"]}, *messages[at + 1 :]]
-        before, _, after = self._tokenizer.render_chat(marked).partition(mark)
+        before, _, after = self.tokenizer.render_chat(marked).partition(mark)
         passages = [self._passage(d, scope) for d in documents]
         tail = self._segment(after, SegmentKind.TAIL, scope)
         segments = (*self._message_segments(before, scope), *passages, tail)
@@ -188,8 +188,8 @@ class PromptAssembler:
 
     def _message_segments(self, rendered: str, scope: str) -> tuple[Segment, ...]:
         """Segments that end with the control token that closes each message; the first is the system message."""
-        pieces = self._tokenizer.split_control(rendered)
-        closers = {t for t, i in self._tokenizer.control_tokens.items() if i in self._tokenizer.eos_token_ids}
+        pieces = self.tokenizer.split_control(rendered)
+        closers = {t for t, i in self.tokenizer.control_tokens.items() if i in self.tokenizer.eos_token_ids}
         texts, current = [], ""
         for i, piece in enumerate(pieces):
             current += piece
@@ -227,12 +227,12 @@ class PromptAssembler:
     def _with_system(self, system: str, turns: list[dict[str, str]]) -> str:
         """Render with a system message, or its text in front of the first user message if the template has none."""
         if not system:
-            return self._tokenizer.render_chat(turns)
+            return self.tokenizer.render_chat(turns)
         try:
-            return self._tokenizer.render_chat([{"role": "system", "content": system}, *turns])
+            return self.tokenizer.render_chat([{"role": "system", "content": system}, *turns])
         except ValueError:
             first = {**turns[0], "content": f"{system}\n\n{turns[0]['content']}"}
-            return self._tokenizer.render_chat([first, *turns[1:]])
+            return self.tokenizer.render_chat([first, *turns[1:]])
 
     def _mark(self, i: int) -> str:
         """A private place holder for a content while a template is rendered."""
@@ -264,13 +264,13 @@ class PromptAssembler:
         return ids
 
     def _encode_now(self, rendered: str, with_control: bool) -> list[int]:
-        pieces = self._tokenizer.split_control(rendered) if with_control else [rendered]
+        pieces = self.tokenizer.split_control(rendered) if with_control else [rendered]
         ids: list[int] = []
         for i, piece in enumerate(pieces):
             if i % 2:
-                ids.append(self._tokenizer.control_tokens[piece])
+                ids.append(self.tokenizer.control_tokens[piece])
             elif piece:
-                ids += self._tokenizer.encode(self._show(piece))
+                ids += self.tokenizer.encode(self._show(piece))
         return ids
 
     def _show(self, text: str) -> str:

@@ -60,7 +60,7 @@ class RagPipeline:
         """Everything before the first token. Raises `ApiError`."""
         s, started = self._services, time.perf_counter()
         s.check_model(request.model)
-        params = request.params(s.settings.gateway.default_max_tokens, temperature=0.0)
+        params = request.params(s.info.vocab_size, s.settings.gateway.default_max_tokens, temperature=0.0)
         conversation_id, conversation = self._conversation(request)
         found = await self._search(request)
         assembling = time.perf_counter()

@@ -22,13 +22,7 @@ IGNORED = frozenset(
 """Fields that change no text here: accepted and not used."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
     "best_of": (None, 1),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
     "response_format": (None, {"type": "text"}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -59,31 +53,42 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
 
-    def params(self, default_max_tokens: int, temperature: float, max_tokens: int | None = None) -> SamplingParams:
-        """Sampling parameters. Raises `ApiError` naming the first field that is out of range."""
-        wanted = max_tokens if max_tokens is not None else self.max_tokens
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        params = SamplingParams(
-            max_tokens=wanted if wanted is not None else default_max_tokens,
-            temperature=temperature if self.temperature is None else self.temperature,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-        )
+    def params(self, vocab_size: int, max_tokens: int, temperature: float) -> SamplingParams:
+        """Sampling parameters, with defaults for the two that differ by route.
+
+        Raises `ApiError` naming the first field that is out of range.
+        """
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None}
+        given |= {name: tuple(given[name]) for name in ("stop_token_ids",) if name in given}
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        names = self._rename(given)
+        params = SamplingParams(**{"max_tokens": max_tokens, "temperature": temperature, **given})
         try:
-            params.verify()
+            params.verify(vocab_size)
         except ValueError as e:
-            raise ApiError("invalid_request", str(e), str(e).split(" ", 1)[0]) from e
+            name, rest = str(e).split(" ", 1)
+            raise ApiError("invalid_request", f"{names.get(name, name)} {rest}", names.get(name, name)) from e
         return params
+
+    def _rename(self, given: dict[str, Any]) -> dict[str, str]:
+        """Turn a route's own fields into the engine's; returns how the client calls those, for errors."""
+        return {}
+
+
+SAMPLING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name != "stop")
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -124,8 +129,25 @@ class ChatRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     model: str
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stream_options: StreamOptions | None = None
     documents: list[RequestDocument] | None = None
+
+    def _rename(self, given: dict[str, Any]) -> dict[str, str]:
+        names = {}
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+            names["max_tokens"] = "max_completion_tokens"
+        given.pop("logprobs", None)
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+            names["logprobs"] = "top_logprobs"
+        elif self.top_logprobs:
+            raise ApiError("invalid_request", "top_logprobs needs logprobs: true", "top_logprobs")
+        return names
 
 
 class CompletionRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -134,6 +156,9 @@ class CompletionRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_on
     model: str
     prompt: str | list[str | int]
     """A text, several texts, or the token ids of one."""
+    n: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stream_options: StreamOptions | None = None
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from engine import EngineInfo, EngineRequest, FinishReason, RequestOutput, SamplingParams, load_tokenizer
+from engine import EngineInfo, EngineRequest, FinishReason, RequestOutput, SamplingParams, Tokenizer, load_tokenizer
 from gateway.engine_client import EngineClient, EngineDead
 from gateway.errors import ApiError
 from gateway.metrics import Metrics
@@ -42,6 +42,11 @@ class Services:
         if self._assembler is None:
             raise ApiError("engine_unavailable", "the engine is starting")
         return self._assembler
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `ApiError` while it is being loaded."""
+        return self.assembler.tokenizer
 
     @property
     def info(self) -> EngineInfo:
@@ -83,7 +88,7 @@ class Services:
     async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of the engine; closing the generator aborts. Raises `ApiError` where the request or engine fails."""
         request = EngineRequest(uuid.uuid4().hex, prompt.segments, params)
-        started, first = time.perf_counter(), None
+        started, first = time.perf_counter(), dict[int, float]()
         try:
             async with aclosing(self.engine.generate(request)) as outputs:
                 async for out in outputs:
@@ -91,10 +96,11 @@ class Services:
                         # Without statistics it was refused before it began: the request's own fault.
                         code = "invalid_request" if out.stats is None else "internal_error"
                         raise ApiError(code, out.error or "the engine failed")
-                    if first is None and out.token_ids:
-                        first = time.perf_counter() - started
+                    if out.token_ids:
+                        first.setdefault(out.index, time.perf_counter() - started)
                     if out.stats is not None:
-                        self.metrics.finished(out.stats, first or 0.0, time.perf_counter() - started)
+                        ttft = first.get(out.index, 0.0)
+                        self.metrics.finished(out.stats, ttft, time.perf_counter() - started, out.index)
                     yield out
         except EngineDead as e:
             raise ApiError("engine_unavailable", str(e)) from e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine import RequestStats, TokenCounts
@@ -12,10 +13,13 @@ def counts_dict(c: TokenCounts) -> dict[str, int]:
     return {"prefix_tokens": c.prefix, "linked_tokens": c.linked, "computed_tokens": c.computed}
 
 
-def usage_dict(stats: list[RequestStats]) -> dict[str, Any]:
-    """OpenAI's usage object over all choices of a reply, with what the cache did."""
+def usage_dict(stats: Sequence[RequestStats], siblings: Sequence[RequestStats] = ()) -> dict[str, Any]:
+    """OpenAI's usage object over all choices of a reply, with what the cache did.
+
+    Args: stats, of the first continuation of each prompt; siblings, of further ones, whose prompt is counted already.
+    """
     prompt = sum(s.num_prompt_tokens for s in stats)
-    output = sum(s.num_output_tokens for s in stats)
+    output = sum(s.num_output_tokens for s in (*stats, *siblings))
     counts = TokenCounts(*(sum(getattr(s.counts, k) for s in stats) for k in ("prefix", "linked", "computed")))
     return {
         "prompt_tokens": prompt,

@@ -18,6 +18,8 @@ import openai
 import pytest
 from server_process import Server, wait_for
 
+from engine import load_tokenizer
+
 REPO = Path(__file__).resolve().parents[1]
 TEXTS = {
     "lamp": ("Lighthouse", "The lighthouse of Kelmar was built in 1874. Its lamp burns 12 litres of oil each night."),
@@ -238,6 +240,86 @@ def test_ignore_eos_and_stop_and_roles(server: Server) -> None:
     assert capped["usage"]["completion_tokens"] == 3
 
 
+def test_n_gives_that_many_choices_for_one_prompt(server: Server) -> None:
+    body = chat_body("Name an animal. " * 30, n=3, temperature=1.5, seed=5, max_tokens=12)
+    one = server.post("/v1/chat/completions", **chat_body("Name an animal. " * 30)).json()
+    before = server.metric('foreword_prompt_tokens_total{kind="prefix"}')
+    whole = server.post("/v1/chat/completions", **body).json()
+    assert [c["index"] for c in whole["choices"]] == [0, 1, 2]
+    texts = [c["message"]["content"] for c in whole["choices"]]
+    assert len(set(texts)) == 3
+    assert whole["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+    assert 3 <= whole["usage"]["completion_tokens"] <= 36
+    cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert server.metric('foreword_prompt_tokens_total{kind="prefix"}') - before == cached
+    chunks = [d for _, d in read_events(server.post("/v1/chat/completions", **body, stream=True)) if d != "[DONE]"]
+    streamed = [
+        "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"][0]["index"] == i)
+        for i in range(3)
+    ]
+    assert streamed == texts
+    assert [c["usage"] is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+def test_logprobs_come_in_openais_shape_for_every_token(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused")
+    body = chat_body("What is the capital of France? 🗼", logprobs=True, top_logprobs=3)
+    whole = client.chat.completions.create(**body)
+    content = whole.choices[0].logprobs.content
+    assert len(content) == whole.usage.completion_tokens
+    for entry in content:
+        assert entry.token == entry.top_logprobs[0].token, "greedy takes the best"
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
+        assert len(entry.top_logprobs) == 3
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
+    text = whole.choices[0].message.content
+    assert b"".join(bytes(e.bytes) for e in content).startswith(text.encode())
+    chunks = client.chat.completions.create(**body, stream=True)
+    streamed = [e for c in chunks for choice in c.choices if choice.logprobs for e in choice.logprobs.content]
+    assert [(e.token, e.bytes) for e in streamed] == [(e.token, e.bytes) for e in content]
+    plain = client.completions.create(model="default", prompt="One two three", max_tokens=4, temperature=0, logprobs=2)
+    logprobs = plain.choices[0].logprobs
+    assert "".join(logprobs.tokens) == plain.choices[0].text
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(4)]
+    assert all(len(top) == 2 for top in logprobs.top_logprobs)
+    client.close()
+
+
+def test_prompt_logprobs_are_the_same_cold_and_warm(server: Server) -> None:
+    body = {"model": "default", "prompt": "The tower of Pisa leans. " * 12, "max_tokens": 1, "prompt_logprobs": 1}
+    first, second = (server.post("/v1/completions", **body).json() for _ in range(2))
+    rows = first["choices"][0]["prompt_logprobs"]
+    assert len(rows) == first["usage"]["prompt_tokens"]
+    assert rows[0] is None
+    assert all(1 <= len(row) <= 2 for row in rows[1:])
+    assert [r and sorted(r) for r in second["choices"][0]["prompt_logprobs"]] == [r and sorted(r) for r in rows]
+    values = [
+        [v["logprob"] for r in x["choices"][0]["prompt_logprobs"][1:] for v in r.values()] for x in (first, second)
+    ]
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert second["usage"]["prompt_tokens_details"]["computed_tokens"] == len(rows)
+
+
+def test_penalties_bias_and_min_tokens_are_honoured(server: Server, model_path: Path) -> None:
+    def ask(**extra: Any) -> dict[str, Any]:
+        return server.post("/v1/chat/completions", **chat_body("Hi.", **extra)).json()
+
+    plain = ask(logprobs=True, max_tokens=60)["choices"][0]
+    assert plain["finish_reason"] == "stop"
+    end = plain["logprobs"]["content"]
+    longer = ask(min_tokens=len(end) + 5, max_tokens=60)
+    assert longer["usage"]["completion_tokens"] >= len(end) + 5
+    first = bytes(end[0]["bytes"]).decode()
+    (token,) = load_tokenizer(model_path).encode(first)
+    assert not ask(logit_bias={str(token): -100})["choices"][0]["message"]["content"].startswith(first)
+    text = ask(frequency_penalty=2, presence_penalty=2, max_tokens=60, ignore_eos=True)["choices"][0]["message"][
+        "content"
+    ]
+    plain_text = ask(max_tokens=60, ignore_eos=True)["choices"][0]["message"]["content"]
+    assert len(set(text.split())) / len(text.split()) > len(set(plain_text.split())) / len(plain_text.split())
+
+
 BAD_CHATS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"messages": []}, 400, "messages", "invalid_request"),
     ({"messages": [{"role": "user"}]}, 400, "content", "invalid_request"),
@@ -251,9 +333,24 @@ BAD_CHATS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"max_tokens": 0}, 400, "max_tokens", "invalid_request"),
     ({"stop": ["x"] * 17}, 400, "stop", "invalid_request"),
     ({"stop_token_ids": [10**9]}, 400, "stop_token_ids", "invalid_request"),
-    ({"n": 2}, 400, "n is not supported", "unsupported_parameter"),
-    ({"logprobs": True}, 400, "logprobs", "unsupported_parameter"),
-    ({"logit_bias": {"99999999": 5}}, 400, "logit_bias", "unsupported_parameter"),
+    ({"n": 0}, 400, "n must be", "invalid_request"),
+    ({"n": 65}, 400, "n must be", "invalid_request"),
+    ({"top_logprobs": 3}, 400, "top_logprobs", "invalid_request"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "invalid_request"),
+    ({"prompt_logprobs": -1}, 400, "prompt_logprobs", "invalid_request"),
+    ({"logit_bias": {"99999999": 5, "-1": -100}}, 400, "logit_bias", "invalid_request"),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias", "invalid_request"),
+    ({"logit_bias": {"word": 1}}, 400, "logit_bias", "invalid_request"),
+    ({"min_p": 2}, 400, "min_p", "invalid_request"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty", "invalid_request"),
+    ({"presence_penalty": 3}, 400, "presence_penalty", "invalid_request"),
+    ({"frequency_penalty": -3}, 400, "frequency_penalty", "invalid_request"),
+    ({"min_tokens": 9}, 400, "min_tokens", "invalid_request"),
+    ({"max_completion_tokens": 0}, 400, "max_completion_tokens", "invalid_request"),
+    ({"max_tokens": 2**70}, 400, "max_tokens", "invalid_request"),
+    ({"top_k": 2**70}, 400, "top_k", "invalid_request"),
+    ({"seed": 2**70}, 400, "seed", "invalid_request"),
+    ({"temperature": 1e308}, 400, "temperature", "invalid_request"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
     ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
     ({"chat_template": "{{ 1 }}"}, 400, "chat_template", "invalid_request"),

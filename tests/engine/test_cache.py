@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from engine.allocator import BlockAllocator
 from engine.api import Segment
 from engine.cache import Allocation, CacheManager
-from engine.layout import BlockLayout, block_keys
+from engine.layout import BlockLayout
 from engine.radix import RadixCache
 
 
@@ -43,16 +44,25 @@ def test_each_segment_starts_on_a_fresh_block_and_only_the_last_is_open() -> Non
     assert [layout.num_blocks_for(n) for n in (1, 16, 17, 21, 24, 39, 40, 56)] == [1, 1, 2, 3, 4, 4, 5, 6]
     layout.extend_to(41)
     assert layout.starts[4:] == [39]
-    assert layout.slots([7, 2, 9, 1, 5], 18, 41).tolist() == [34, 35, 144, 145, 146, *range(16, 32), 80, 81]
+    ids = np.array([7, 2, 9, 1, 5], np.int32)
+    assert layout.slots(ids, 18, 41).tolist() == [34, 35, 144, 145, 146, *range(16, 32), 80, 81]
+    assert layout.slots(ids, 22, 23).tolist() == [146]
+    assert [c.tolist() for c in layout.columns(41)] == [[0, 16, 20, 23, 39], [16, 4, 3, 16, 2]]
+    assert [c.tolist() for c in layout.columns(18)] == [[0, 16], [16, 2]]
 
 
 def test_keys_are_scope_and_tokens_whole() -> None:
     layout, tokens = make_layout(16, 2, 16, scopes=("shared", "a", "a"))
     scopes: dict[str, int] = {}
-    keys = block_keys(layout, tokens, 0, 3, scopes)
+    keys = list(layout.make_keys(tokens, 3, scopes))
     assert scopes == {"shared": 0, "a": 1}
     assert [len(k) for k in keys] == [4 + 64, 4 + 8, 4 + 64]
-    assert block_keys(layout, tokens, 1, 3, scopes) == keys[1:]
+    assert layout.make_keys(tokens, 2, scopes) == keys[:2]
+    same, _ = make_layout(16, 2, 16, scopes=("shared", "b", "b"))
+    assert same.make_keys(tokens, 3, scopes)[0] == keys[0]
+    assert same.keys[1] != keys[1]
+    assert same.paths[:1] == layout.paths[:1]
+    assert not set(same.paths[1:]) & set(layout.paths[1:])
 
 
 def test_tree_splits_and_keeps_handles_true() -> None:
@@ -135,7 +145,7 @@ def test_two_requests_that_computed_the_same_block_keep_one_copy() -> None:
     assert cache.counts().free == 2
     cache.commit(a, tokens, 40)
     cache.commit(b, tokens, 40)
-    assert a.block_ids[:2] == b.block_ids[:2]
+    assert a.block_ids.tolist()[:2] == b.block_ids.tolist()[:2]
     assert cache.counts().free == 4
     cache.check_integrity()
 
@@ -198,7 +208,7 @@ class CacheMachine(RuleBasedStateMachine):
         upto = min(done + n, len(tokens))
         if not self.cache.reserve(allocation, upto):
             return
-        for i, block in enumerate(allocation.block_ids):
+        for i, block in enumerate(allocation.block_ids.tolist()):
             end = min(allocation.layout.ends[i], upto)
             if end > done:
                 self.content[block] = (tuple(tokens[:end]), allocation.layout.starts[i])
@@ -212,7 +222,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def verify_content(self, allocation: Allocation, tokens: list[int], upto: int) -> None:
         """Each block holds exactly the KV of these tokens at this place after this context."""
-        for i, block in enumerate(allocation.block_ids):
+        for i, block in enumerate(allocation.block_ids.tolist()):
             start, end = allocation.layout.starts[i], min(allocation.layout.ends[i], upto)
             if end > start:
                 held, held_start = self.content[block]

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.gguf import _FAST, GGUFFile
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
+from engine.step import StepResult
 
 SERIAL = count()
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
@@ -92,9 +93,9 @@ def engine_cold(llm: LLM, tokens: list[int]) -> torch.Tensor:
         out = core.scheduler.schedule()
         (r,) = out.requests
         assert r.start == sum(map(len, rows))
-        rows.append(core.runner.logits(out, list(range(len(r.token_ids))), [r] * len(r.token_ids)))
-        core.scheduler.update(out, {r.request_id: 0} if r.needs_token else {})
-    core._outputs.close(scope)
+        rows.append(core.runner.logits(out, [(r, i) for i in range(len(r.token_ids))]))
+        core.scheduler.update(out, {r.key: StepResult(0)} if r.needs_token else {})
+    core._outputs._streams.clear()
     return torch.cat(rows)
 
 
@@ -204,8 +205,8 @@ def test_a_hugging_face_folder_gives_transformers_logits(tiny: tuple[Path, Any])
     while scheduler.requests():
         out = scheduler.schedule()
         (r,) = out.requests
-        rows.append(runner.logits(out, list(range(len(r.token_ids))), [r] * len(r.token_ids)))
-        scheduler.update(out, {"x": 1} if r.needs_token else {})
+        rows.append(runner.logits(out, [(r, i) for i in range(len(r.token_ids))]))
+        scheduler.update(out, {r.key: StepResult(1)} if r.needs_token else {})
         if r.needs_token:
             break
     with torch.inference_mode():
