@@ -24,6 +24,8 @@ class Allocation:
     """Leading blocks that belong to the tree; the rest are held privately."""
     node: RadixNode
     """Locked handle on the last shared block."""
+    capacity: int = 0
+    """Tokens that its blocks have room for."""
     announced: range = range(0)
     """Blocks it is about to compute and share, so that others can wait for them."""
 
@@ -88,9 +90,10 @@ class CacheManager:
         self._tree.lock(node)
         if self._pin_budget and 0 < layout.num_system_blocks <= len(blocks):
             self._tree.pin(node, len(blocks), layout.num_system_blocks, self._pin_budget)
-        allocation = Allocation(layout, IntColumn(blocks), len(blocks), node)
+        num_cached = layout.ends[len(blocks) - 1] if blocks else 0
+        allocation = Allocation(layout, IntColumn(blocks), len(blocks), node, num_cached)
         self._live.add(allocation)
-        return allocation, layout.ends[len(blocks) - 1] if blocks else 0
+        return allocation, num_cached
 
     def announce(self, allocation: Allocation, num_tokens: int) -> None:
         """Say that the request will compute and share its sealed blocks below `num_tokens`, its known tokens."""
@@ -113,9 +116,9 @@ class CacheManager:
 
     def reserve(self, allocation: Allocation, num_tokens: int) -> bool:
         """Give the request blocks for its first `num_tokens` tokens, evicting if needed; False if impossible."""
-        missing = allocation.layout.num_blocks_for(num_tokens) - allocation.num_blocks
-        if missing <= 0:
+        if num_tokens <= allocation.capacity:
             return True
+        missing = allocation.layout.num_blocks_for(num_tokens) - allocation.num_blocks
         if missing > self.num_available:
             return False
         allocation.layout.extend_to(num_tokens)
@@ -123,6 +126,7 @@ class CacheManager:
         if short > 0:
             self._allocator.free(self._tree.evict(short))
         allocation.block_ids.extend(self._allocator.allocate(missing))
+        allocation.capacity = allocation.layout.ends[allocation.num_blocks - 1]
         return True
 
     def commit(self, allocation: Allocation, token_ids: Sequence[int], num_computed: int) -> None:
@@ -131,9 +135,10 @@ class CacheManager:
         Where another request has put the same block into the tree meanwhile, this request takes over that one and its
         own is freed.
         """
-        if not self._enabled:
+        first, ends = allocation.num_shared, allocation.layout.ends
+        if not self._enabled or num_computed < ends[min(first, len(ends) - 1)]:
             return
-        first, last = allocation.num_shared, allocation.layout.num_sealed(num_computed)
+        last = allocation.layout.num_sealed(num_computed)
         if last <= first:
             return
         keys = allocation.layout.make_keys(token_ids, last, self._scope_ids)

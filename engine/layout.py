@@ -59,7 +59,7 @@ class BlockLayout:
     may ever hold.
     """
 
-    __slots__ = ("_ends", "_starts", "ends", "keys", "num_system_blocks", "paths", "scopes", "starts")
+    __slots__ = ("_sizes", "_starts", "ends", "keys", "num_system_blocks", "paths", "scopes", "starts")
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.starts: list[int] = []
@@ -82,7 +82,8 @@ class BlockLayout:
             is_leading = is_leading and segment.kind is SegmentKind.SYSTEM
             self.num_system_blocks = len(self.starts) if is_leading else self.num_system_blocks
         self.ends[-1] = self.starts[-1] + BLOCK_SIZE
-        self._starts, self._ends = IntColumn(self.starts), IntColumn(self.ends)
+        self._starts = IntColumn(self.starts)
+        self._sizes = IntColumn([b - a for a, b in zip(self.starts, self.ends, strict=True)])
 
     def extend_to(self, num_tokens: int) -> None:
         """Add blocks until positions below `num_tokens` have one."""
@@ -91,7 +92,7 @@ class BlockLayout:
             self.ends.append(self.ends[-1] + BLOCK_SIZE)
             self.scopes.append(self.scopes[-1])
             self._starts.extend((self.starts[-1],))
-            self._ends.extend((self.ends[-1],))
+            self._sizes.extend((BLOCK_SIZE,))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that the first `num_tokens` tokens need, whether or not the layout has grown that far."""
@@ -105,11 +106,10 @@ class BlockLayout:
 
     def columns(self, num_tokens: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """(start position, valid tokens) of each block that holds any of the first `num_tokens` tokens."""
-        n = self.num_blocks_for(num_tokens)
-        starts = self._starts.first(n)
-        valids = self._ends.first(n) - starts
-        valids[-1] = min(self.ends[n - 1], num_tokens) - self.starts[n - 1]
-        return starts, valids
+        n = bisect_left(self.starts, num_tokens)
+        valids = self._sizes.first(n).copy()
+        valids[-1] = num_tokens - self.starts[n - 1]
+        return self._starts.first(n), valids
 
     def slots(self, block_ids: npt.NDArray[np.int32], first: int, last: int) -> npt.NDArray[np.int64]:
         """Pool slots (block id * 16 + offset) of the positions first..last-1."""

@@ -39,6 +39,8 @@ class Request:
     banned_ids: tuple[int, ...]
     """Tokens that would end the text, kept away until min_tokens are made."""
     spans: list[tuple[int, int]]
+    needs_extras: bool
+    """Whether its sampling parameters look at more than the logits."""
     prompt_ids: npt.NDArray[np.int64] | None
     """Distinct prompt tokens, where a penalty needs them."""
     allocation: Allocation | None = None
@@ -81,6 +83,7 @@ class Request:
             layout=BlockLayout(source.segments),
             banned_ids=tuple(sorted(ends)) if params.min_tokens else (),
             spans=segment_spans(source.segments),
+            needs_extras=bool(params.has_penalties or params.min_tokens or params.prompt_logprobs is not None),
             prompt_ids=np.unique(np.asarray(tokens, np.int64)) if params.repetition_penalty != 1.0 else None,
         )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -69,7 +69,7 @@ class ModelRunner:
             if r.prompt_targets:
                 rows = hidden[at : at + len(r.prompt_targets)]
                 result = results.get(r.key, StepResult())
-                results[r.key] = dataclasses.replace(result, prompt_logprobs=self._prompt_logprobs(rows, r))
+                results[r.key] = msgspec.structs.replace(result, prompt_logprobs=self._prompt_logprobs(rows, r))
                 at += len(rows)
         return results
 

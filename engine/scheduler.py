@@ -23,9 +23,12 @@ import random
 from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.api import MAX_PRIORITY, EngineRequest, FinishReason
 from engine.cache import CacheManager
@@ -177,7 +180,8 @@ class Scheduler:
                 n = min(missing, left)
                 if n <= 0:
                     break
-                if self._make_room(request, request.num_computed_tokens + n, chosen):
+                known = request.num_computed_tokens + n
+                if known > request.allocation.capacity and self._make_room(request, known, chosen):
                     was_preempted, left = True, self._token_budget - sum(chosen.values())
                 if request.allocation is not None:
                     chosen[request] = n
@@ -250,7 +254,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._release(request)
-        log.info("request %s was preempted with %d tokens", request.request_id, request.num_computed_tokens)
+        log.warning("request %s was preempted; %d computed tokens are given up", request.request_id, request.num_computed_tokens)
         request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -336,35 +340,48 @@ class Scheduler:
             self.counters.finished += 1
 
     def _record(self, request: Request, n: int) -> ScheduledRequest:
-        assert request.allocation is not None
-        first, last = request.num_computed_tokens, request.num_computed_tokens + n
-        starts, valids = request.layout.columns(last)
-        params, output_index = request.source.params, request.num_output_tokens
-        ids = request.allocation.block_ids.first(len(starts)).copy()
-        targets: tuple[int, ...] = ()
-        if request.wants_prompt_logprobs:
-            targets = tuple(request.token_ids[first + 1 : min(last + 1, request.num_prompt_tokens)])
+        """What the runner sees of a request. This runs for each request in each step, so it is kept short."""
+        allocation, layout = request.allocation, request.layout
+        assert allocation is not None
+        first = request.num_computed_tokens
+        last = first + n
+        starts, valids = layout.columns(last)
+        ids = allocation.block_ids.first(len(starts)).copy()
         return ScheduledRequest(
-            key=request.key,
-            token_ids=tuple(request.token_ids[first:last]),
-            start=first,
-            slots=request.layout.slots(ids, first, last),
-            block_ids=ids,
-            block_starts=starts,
-            block_valids=valids,
-            block_deltas=np.zeros(len(starts), np.int32),
-            needs_token=last == request.num_tokens,
-            params=params,
-            seed=request.seed,
-            output_index=output_index,
-            stream=request.index,
-            banned_ids=request.banned_ids if output_index < params.min_tokens else (),
-            prompt_ids=request.prompt_ids,
-            output_ids=np.asarray(request.token_ids[request.num_prompt_tokens :], np.int64)
-            if params.has_penalties
-            else None,
-            prompt_targets=targets,
+            request.key,
+            tuple(request.token_ids[first:last]),
+            first,
+            layout.slots(ids, first, last),
+            ids,
+            starts,
+            valids,
+            _zeros(len(starts)),
+            last == len(request.token_ids),
+            request.source.params,
+            request.seed,
+            len(request.token_ids) - request.num_prompt_tokens,
+            request.index,
+            **(self._extras(request, first, last) if request.needs_extras else {}),
         )
+
+    def _extras(self, request: Request, first: int, last: int) -> dict[str, Any]:
+        """What only some sampling parameters need."""
+        params, made = request.source.params, request.token_ids[request.num_prompt_tokens :]
+        extras: dict[str, Any] = {"prompt_ids": request.prompt_ids}
+        if len(made) < params.min_tokens:
+            extras["banned_ids"] = request.banned_ids
+        if params.has_penalties:
+            extras["output_ids"] = np.asarray(made, np.int64)
+        if request.wants_prompt_logprobs:
+            extras["prompt_targets"] = tuple(request.token_ids[first + 1 : min(last + 1, request.num_prompt_tokens)])
+        return extras
+
+
+@lru_cache(maxsize=4096)
+def _zeros(n: int) -> npt.NDArray[np.int32]:
+    out = np.zeros(n, np.int32)
+    out.flags.writeable = False
+    return out
 
 
 def _check_source(source: EngineRequest) -> None:

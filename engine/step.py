@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step. Block arrays cover all its tokens up to and with this step's."""
 
     key: int
@@ -51,8 +50,7 @@ class ScheduledRequest:
     """Tokens that stand behind the first new ones, where their log-probabilities are asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     """One step's work."""
 
     requests: tuple[ScheduledRequest, ...]
@@ -63,8 +61,7 @@ class SchedulerOutput:
         return sum(len(r.token_ids) for r in self.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, gc=False):
     """What a step gave one request: a token, log-probabilities of prompt tokens, or a fault that ends it."""
 
     token_id: int | None = None
@@ -74,8 +71,7 @@ class StepResult:
     is_non_finite: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """A request gained a token or prompt log-probabilities, or ended, or both."""
 
     request: Request

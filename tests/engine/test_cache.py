@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from engine.allocator import BlockAllocator
-from engine.api import Segment
+from engine.api import Segment, SegmentKind
 from engine.cache import Allocation, CacheManager
 from engine.layout import BlockLayout
 from engine.radix import RadixCache
@@ -172,6 +172,70 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert cache.counts().free == 8
 
 
+def test_equal_path_numbers_are_no_identity() -> None:
+    cache = CacheManager(16)
+    (one, tokens), (other, _) = make_layout(40), make_layout(40)
+    different = [t + 1 for t in tokens]
+    a, _ = cache.open(one, tokens)
+    cache.announce(a, 40)
+    b, cached = cache.open(other, different)
+    other.paths[:] = one.paths
+    assert cached == 0
+    assert cache.in_flight(b) is None
+    same, _ = cache.open(make_layout(40)[0], tokens)
+    assert cache.in_flight(same) is a
+    cache.close(a)
+    assert cache.in_flight(same) is None
+
+
+def used(cache: CacheManager, *lengths: int, start: int, times: int = 2) -> None:
+    """Run a prompt whose first segment is a system text."""
+    for _ in range(times):
+        at, segments = start, []
+        for i, n in enumerate(lengths):
+            kind = SegmentKind.PASSAGE if i else SegmentKind.SYSTEM
+            segments.append(Segment(tuple(range(at, at + n)), kind))
+            at += n
+        run_to_end(cache, BlockLayout(segments), list(range(start, at)))
+
+
+def test_a_system_text_used_twice_is_evicted_last() -> None:
+    cache = CacheManager(12, pin_budget=4)
+    used(cache, 40, 20, start=0)
+    assert cache.counts().pinned == 3
+    for i in range(1, 6):
+        used(cache, 64, start=1000 * i, times=1)
+    layout = BlockLayout([Segment(tuple(range(40)), SegmentKind.SYSTEM), Segment((7,) * 20)])
+    assert run_to_end(cache, layout, [*range(40), *[7] * 20]) == 40
+    # It is no obstacle: a request that needs every block gets them.
+    ids = list(range(9000, 9192))
+    big, _ = cache.open(BlockLayout([Segment(tuple(ids))]), ids)
+    assert cache.reserve(big, 192)
+    assert cache.counts().pinned == 0
+    cache.check_integrity()
+
+
+def test_the_least_recently_used_pins_give_way_to_the_budget() -> None:
+    cache = CacheManager(32, pin_budget=5)
+    used(cache, 32, 5, start=0)
+    used(cache, 32, 5, start=1000)
+    assert cache.counts().pinned == 4
+    used(cache, 33, 5, start=2000)
+    assert cache.counts().pinned == 5
+    used(cache, 96, 5, start=3000)
+    assert cache.counts().pinned == 5, "a text beyond the budget is not pinned"
+    no_pins = CacheManager(32)
+    used(no_pins, 32, 5, start=0)
+    assert no_pins.counts().pinned == 0
+
+
+def test_offers_to_evict_do_not_pile_up() -> None:
+    cache = CacheManager(32)
+    for _ in range(500):
+        run_to_end(cache, *make_layout(20, 20, 5))
+    assert len(cache._tree._heap) < 100
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random opens, reservations, commits and closes against a model that remembers every inserted prefix."""
 
@@ -179,7 +243,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = CacheManager(24)
+        self.cache = CacheManager(24, pin_budget=6)
         self.content: dict[int, tuple[tuple[int, ...], int]] = {}
         self.progress: dict[int, tuple[Allocation, list[int], int]] = {}
         self.serial = 0
@@ -193,7 +257,8 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = [(seed * (i // 8)) % 3 for i in range(sum(lengths))]
         at, segments = 0, []
         for n in lengths:
-            segments.append(Segment(tuple(tokens[at : at + n])))
+            kind = SegmentKind.PASSAGE if segments else SegmentKind.SYSTEM
+            segments.append(Segment(tuple(tokens[at : at + n]), kind))
             at += n
         allocation, cached = self.cache.open(BlockLayout(segments), tokens)
         assert cached < len(tokens)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference import reference_model
 
 from engine import LLM, SamplingParams, Segment
 from engine.api import EngineRequest
 from engine.cache import CacheManager
-from engine.checkpoint import CheckpointError, ModelConfig, iter_weights, load_config
+from engine.checkpoint import CheckpointError, load_config
 from engine.config import EngineConfig
 from engine.gguf import _FAST, GGUFFile
 from engine.runner import ModelRunner
@@ -28,30 +29,6 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 @pytest.fixture(scope="module")
 def llm(model_path: Path) -> LLM:
     return LLM(str(model_path), dtype="float32", kv_cache_tokens=16384)
-
-
-def reference_model(path: Path, config: ModelConfig) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    hf = LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_q_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-    )
-    model = LlamaForCausalLM(hf).eval()
-    missing, unexpected = model.load_state_dict(dict(iter_weights(path, config)), strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
 
 
 def prompts(tokenizer: Any, long: bool) -> list[list[int]]:
