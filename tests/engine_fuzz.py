@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import sys
 import tempfile
@@ -254,6 +255,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)  # two threads would only wait for each other at this size
     with tempfile.TemporaryDirectory() as folder:
         fuzz = Fuzz(make_tiny_model(Path(folder) / "tiny"), args.seed)

@@ -346,7 +346,7 @@ ENDURANCE = textwrap.dedent("""
     def burst(first, n, aborts):
         for i in range(first, first + n):
             tail = Segment((i % 256, i // 256 % 256, i // 65536, 7, i % 11))
-            core.add(EngineRequest(str(i), (system, tail), SamplingParams(max_tokens=1 + i % 3, temperature=0.0)))
+            core.add(EngineRequest(str(i), (system, tail), SamplingParams(max_tokens=200 if aborts else 1 + i % 3, temperature=0.0, ignore_eos=aborts)))
             if aborts:
                 if i % 2:
                     core.step()
