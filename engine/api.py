@@ -251,6 +251,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     device: str
     attention: str
     """Attention implementation, as the kernels' dispatch names it."""
+    weights: str
+    """How the weights are kept, and their size."""
     supports_segments: bool = True
     supports_linking: bool = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -85,8 +85,30 @@ def load_config(path: Path) -> ModelConfig:
         return file.model_config()
 
 
+class Blocks(NamedTuple):
+    """A matrix in ggml's blocks of 32 weights along each row."""
+
+    kind: int
+    """GGUF's number of the format."""
+    data: torch.Tensor
+    """uint8 [rows, bytes of a row]"""
+
+
+KEPT_KINDS = frozenset({2, 3, 8})
+"""GGUF's numbers of the formats that can be kept as they are: Q4_0, Q4_1, Q8_0."""
+
+
 def iter_weights(path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of each weight. GGUF blocks come dequantised to float32. Raises `CheckpointError`."""
+    for name, value in iter_kept_weights(path, config, keep=frozenset()):
+        assert not isinstance(value, Blocks)
+        yield name, value
+
+
+def iter_kept_weights(
+    path: Path, config: ModelConfig, keep: frozenset[int]
+) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
+    """The same, with matrices in the block formats of `keep` as they are in the file."""
     if path.is_dir():
         from engine.hf import read_weights
 
@@ -95,4 +117,4 @@ def iter_weights(path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.T
     from engine.gguf import GGUFFile
 
     with GGUFFile(path) as file:
-        yield from file.weights(config)
+        yield from file.weights(config, keep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none",)
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -29,8 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tokens of system texts used more than once that are evicted last. Default: a quarter of the KV pool; 0: none."""
     dtype: str = "auto"
     """Weights and KV: float32, bfloat16, float16, or auto: bfloat16 where the device is fast at it, else float32."""
-    quantization: str = "none"
-    """Weight quantization: none."""
+    quantization: str = "auto"
+    """Weights: auto (a GGUF file's Q8_0, Q4_0 and Q4_1 blocks stay as they are), none (dense), int8, int4."""
     seed: int = 0
     """Seed of the engine's own random numbers, for requests that bring none."""
     num_threads: int | None = None

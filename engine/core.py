@@ -149,6 +149,7 @@ class EngineCore:
             dtype=str(self.runner.dtype).removeprefix("torch."),
             device=self.runner.device.type,
             attention=self.runner.attention_note,
+            weights=self.runner.weights_note,
         )
 
     def stats(self) -> EngineStats:

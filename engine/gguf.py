@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from engine.checkpoint import CheckpointError, ModelConfig
+from engine.checkpoint import Blocks, CheckpointError, ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -99,43 +99,53 @@ class GGUFFile:
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
         return tuple(sorted({int(self.metadata[k]) for k in keys if k in self.metadata}))
 
-    def weights(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight as float32 under its Hugging Face name, rotary halves split."""
+    def weights(
+        self, config: ModelConfig, keep: frozenset[int] = frozenset()
+    ) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
+        """Weights by Hugging Face name, rotary halves split; float32, but for matrices of a kind in `keep`."""
         import torch
 
-        for name in self.tensors:
+        for name, info in self.tensors.items():
             target = _hugging_face_name(name)
             if target is None:
                 continue
-            value = self.tensor(name)
+            is_kept = info.kind in keep and len(info.shape) == 2
+            value = self._raw(name).reshape(info.shape[0], -1) if is_kept else self.tensor(name)
             if ".attn_q." in name:
                 value = _split_halves(value, config.num_q_heads)
             elif ".attn_k." in name:
                 value = _split_halves(value, config.num_kv_heads)
-            yield target, torch.from_numpy(np.require(value, requirements=["C", "W"]))
+            tensor = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+            yield target, Blocks(info.kind, tensor) if is_kept else tensor
 
     def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """One tensor, dequantised to float32."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        info = self.tensors[name]
-        try:
-            kind = GGMLQuantizationType(info.kind)
-            block, block_bytes = GGML_QUANT_SIZES[kind]
-        except (ValueError, KeyError) as e:
-            raise CheckpointError(f"{self.path}: tensor {name} has the unknown type {info.kind}") from e
-        num_bytes = int(np.prod(info.shape)) // block * block_bytes
-        if info.offset + num_bytes > len(self._map):
-            raise CheckpointError(f"{self.path} is cut short: tensor {name} ends behind the file's end")
-        # A copy, so that no array keeps the map open.
-        raw = np.frombuffer(self._map[info.offset : info.offset + num_bytes], np.uint8)
+        info, raw = self.tensors[name], self._raw(name)
+        kind = GGMLQuantizationType(info.kind)
         try:
             rows = _FAST[kind.name](raw) if kind.name in _FAST else dequantize(raw.reshape(*info.shape[:-1], -1), kind)
         except NotImplementedError as e:
             raise CheckpointError(f"{self.path}: tensor {name} is of type {kind.name}, which is not supported") from e
         values: np.ndarray[Any, np.dtype[np.float32]] = rows.reshape(info.shape).astype(np.float32, copy=False)
         return values
+
+    def _raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A tensor's bytes."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        info = self.tensors[name]
+        try:
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.kind)]
+        except (ValueError, KeyError) as e:
+            raise CheckpointError(f"{self.path}: tensor {name} has the unknown type {info.kind}") from e
+        num_bytes = int(np.prod(info.shape)) // block * block_bytes
+        if info.offset + num_bytes > len(self._map):
+            raise CheckpointError(f"{self.path} is cut short: tensor {name} ends behind the file's end")
+        # A copy, so that no array keeps the map open.
+        return np.frombuffer(self._map[info.offset : info.offset + num_bytes], np.uint8)
 
     def _need(self, key: str) -> Any:
         if key not in self.metadata:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 
-from engine.checkpoint import CheckpointError, ModelConfig
+from engine.checkpoint import Blocks, CheckpointError, ModelConfig
 from kernels.dispatch import AttentionBackend
 from kernels.ops import rms_norm, rotary_tables, rotate, silu_gate, write_kv
+from kernels.weights import BLOCK, BlockKind, BlockWeight, DenseWeight, Scratch, Weight, quantize, stack
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +21,14 @@ class Layer:
     """Weights of one layer; q, k, v and gate, up are stacked, so that each stack is one matrix product."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Weight
     """[(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]"""
     qkv_bias: torch.Tensor | None
-    o: torch.Tensor
+    o: Weight
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Weight
     """[2 * intermediate, hidden], gate first"""
-    down: torch.Tensor
+    down: Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,18 @@ class LlamaModel:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, torch.Tensor | Blocks]],
         attention: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device,
+        maker: WeightMaker,
     ) -> None:
         self._config = config
         self._attention = attention
-        store = {name: value.to(device=device, dtype=dtype) for name, value in weights}
-        self._embed = _take(store, "model.embed_tokens.weight")
-        self._norm = _take(store, "model.norm.weight")
-        tied = config.tie_word_embeddings or "lm_head.weight" not in store
-        self._head = self._embed if tied else _take(store, "lm_head.weight")
+        device = maker.device
+        store = _Store(weights, maker)
+        self._embed = store.matrix("model.embed_tokens.weight")
+        self._norm = store.vector("model.norm.weight")
+        is_tied = config.tie_word_embeddings or "lm_head.weight" not in store
+        self._head = self._embed if is_tied else store.matrix("lm_head.weight")
         self._layers = [_layer(store, i, config) for i in range(config.num_layers)]
         inv_freq = torch.from_numpy(config.inv_freq()).to(device)
         self._cos, self._sin = rotary_tables(inv_freq, config.max_position_embeddings)
@@ -73,7 +75,7 @@ class LlamaModel:
         Args: token_ids, positions, slots int64 [T]; plan, the attention's plan of this step; rows int64 [B], the tokens
         whose logits are wanted. Returns their hidden states [B, hidden_size], for `logits`.
         """
-        x = self._embed[token_ids]
+        x = self._embed.rows(token_ids)
         cos, sin = self._cos[positions], self._sin[positions]
         for i, layer in enumerate(self._layers):
             h = rms_norm(x, layer.input_norm, self._config.rms_norm_eps)
@@ -81,12 +83,19 @@ class LlamaModel:
             if i == len(self._layers) - 1:
                 x = x[rows]
             h = rms_norm(x, layer.post_norm, self._config.rms_norm_eps)
-            x = x + F.linear(silu_gate(F.linear(h, layer.gate_up)), layer.down)
+            x = x + layer.down.linear(silu_gate(layer.gate_up.linear(h)))
         return rms_norm(x, self._norm, self._config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
-        return F.linear(hidden, self._head)
+        return self._head.linear(hidden)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Memory of the matrices."""
+        layers = (w.num_bytes for x in self._layers for w in (x.qkv, x.o, x.gate_up, x.down))
+        tables = {id(w): w.num_bytes for w in (self._embed, self._head)}
+        return sum(layers) + sum(tables.values())
 
     def _attend(
         self,
@@ -100,32 +109,81 @@ class LlamaModel:
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
         c = self._config
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(h), -1, c.head_dim)
+        qkv = layer.qkv.linear(h, layer.qkv_bias).view(len(h), -1, c.head_dim)
         turned = rotate(qkv[:, : c.num_q_heads + c.num_kv_heads], cos, sin)
         q, k, v = turned[:, : c.num_q_heads], turned[:, c.num_q_heads :], qkv[:, c.num_q_heads + c.num_kv_heads :]
         write_kv(k, v, k_cache, v_cache, slots)
         out = self._attention.forward(q, k, v, k_cache, v_cache, plan)
-        return F.linear(out.reshape(len(h), -1), layer.o)
+        return layer.o.linear(out.reshape(len(h), -1))
 
 
-def _take(store: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+class WeightMaker:
+    """Turns a checkpoint's tensors into weights: dense, or in blocks.
+
+    Args: kind, the block format that matrices are quantized to, or None to leave them as they come.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, kind: BlockKind | None = None) -> None:
+        self.dtype, self.device, self._kind = dtype, device, kind
+        self._scratch = Scratch()
+
+    def matrix(self, name: str, value: torch.Tensor | Blocks) -> Weight:
+        """A matrix. Tables of token embeddings are never kept in fewer than eight bits."""
+        if isinstance(value, Blocks):
+            return BlockWeight(BlockKind(value.kind), value.data, self.dtype, self._scratch)
+        if self._kind is not None and value.shape[1] % BLOCK == 0:
+            is_table = "embed" in name or "lm_head" in name
+            kind = BlockKind.Q8_0 if is_table else self._kind
+            return BlockWeight(kind, quantize(value, kind), self.dtype, self._scratch)
+        return DenseWeight(value.to(device=self.device, dtype=self.dtype))
+
+    def vector(self, value: torch.Tensor) -> torch.Tensor:
+        """A vector, as for norms and biases."""
+        return value.to(device=self.device, dtype=self.dtype)
+
+
+class _Store:
+    """A checkpoint's weights by name, made as they are read, so that no more than one is in memory twice."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor | Blocks]], maker: WeightMaker) -> None:
+        self._matrices: dict[str, Weight] = {}
+        self._vectors: dict[str, torch.Tensor] = {}
+        for name, value in weights:
+            if isinstance(value, Blocks) or value.dim() == 2:
+                self._matrices[name] = maker.matrix(name, value)
+            else:
+                self._vectors[name] = maker.vector(value)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._matrices or name in self._vectors
+
+    def matrix(self, name: str) -> Weight:
+        """Take a matrix out."""
+        return _take(self._matrices, name)
+
+    def vector(self, name: str) -> torch.Tensor:
+        """Take a vector out."""
+        return _take(self._vectors, name)
+
+
+def _take(store: dict[str, T], name: str) -> T:
     if name not in store:
         raise CheckpointError(f"the checkpoint lacks the weight {name}")
     return store.pop(name)
 
 
-def _layer(store: dict[str, torch.Tensor], i: int, config: ModelConfig) -> Layer:
+def _layer(store: _Store, i: int, config: ModelConfig) -> Layer:
     at = f"model.layers.{i}."
     projections = [f"{at}self_attn.{p}_proj" for p in "qkv"]
     has_bias = f"{projections[0]}.bias" in store
     layer = Layer(
-        input_norm=_take(store, f"{at}input_layernorm.weight"),
-        qkv=torch.cat([_take(store, f"{p}.weight") for p in projections]),
-        qkv_bias=torch.cat([_take(store, f"{p}.bias") for p in projections]) if has_bias else None,
-        o=_take(store, f"{at}self_attn.o_proj.weight"),
-        post_norm=_take(store, f"{at}post_attention_layernorm.weight"),
-        gate_up=torch.cat([_take(store, f"{at}mlp.{p}_proj.weight") for p in ("gate", "up")]),
-        down=_take(store, f"{at}mlp.down_proj.weight"),
+        input_norm=store.vector(f"{at}input_layernorm.weight"),
+        qkv=stack([store.matrix(f"{p}.weight") for p in projections]),
+        qkv_bias=torch.cat([store.vector(f"{p}.bias") for p in projections]) if has_bias else None,
+        o=store.matrix(f"{at}self_attn.o_proj.weight"),
+        post_norm=store.vector(f"{at}post_attention_layernorm.weight"),
+        gate_up=stack([store.matrix(f"{at}mlp.{p}_proj.weight") for p in ("gate", "up")]),
+        down=store.matrix(f"{at}mlp.down_proj.weight"),
     )
     want = ((config.num_q_heads + 2 * config.num_kv_heads) * config.head_dim, config.hidden_size)
     if tuple(layer.qkv.shape) != want:

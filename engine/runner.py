@@ -10,14 +10,16 @@ import numpy as np
 import torch
 
 from engine.api import BLOCK_SIZE, TokenLogprobs
-from engine.checkpoint import ModelConfig, iter_weights, load_config
+from engine.checkpoint import KEPT_KINDS, ModelConfig, iter_kept_weights, load_config
 from engine.config import EngineConfig
-from engine.model import KVPool, LlamaModel
+from engine.model import KVPool, LlamaModel, WeightMaker
 from engine.sampler import sample, token_logprobs
 from engine.step import ScheduledRequest, SchedulerOutput, StepResult
 from kernels.batch import AttentionBatch
 from kernels.batch import Sequence as Rows
+from kernels.cpu import NoKernels, load_kernels
 from kernels.dispatch import make_attention
+from kernels.weights import BlockKind
 
 DEFAULT_POOL_BYTES = 1 << 30
 SPARE_BLOCKS = 64
@@ -44,7 +46,10 @@ class ModelRunner:
         self._attention, self.attention_note = make_attention(
             self.device, c.num_q_heads, c.num_kv_heads, c.head_dim, inv_freq
         )
-        self._model = LlamaModel(c, iter_weights(path, c), self._attention, self.dtype, self.device)
+        keep, kind, how = weight_plan(config.quantization, self.device)
+        maker = WeightMaker(self.dtype, self.device, kind)
+        self._model = LlamaModel(c, iter_kept_weights(path, c, keep), self._attention, maker)
+        self.weights_note = f"{how}, {self._model.num_weight_bytes / 1e6:.0f} MB"
         shape = (c.num_layers, self.num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
         self._pool = KVPool(
             # Written, not only reserved: no page of it is touched for the first time on a user's request.
@@ -109,6 +114,26 @@ class ModelRunner:
 
     def _ids(self, values: object) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self.device)
+
+
+def weight_plan(quantization: str, device: torch.device) -> tuple[frozenset[int], BlockKind | None, str]:
+    """How weights are kept: formats that stay as they are in the file, the format to quantize to, and both in words.
+
+    Raises `ValueError` for a setting that cannot be honoured here.
+    """
+    if quantization == "none":
+        return frozenset(), None, "dense"
+    why = "the device is no CPU" if device.type != "cpu" else ""
+    try:
+        if not why:
+            load_kernels()
+    except NoKernels as e:
+        why = str(e)
+    if quantization == "auto":
+        return (frozenset(), None, f"dense ({why})") if why else (KEPT_KINDS, None, "as in the file")
+    if why:
+        raise ValueError(f"quantization {quantization} is not possible: {why}")
+    return frozenset(), BlockKind.Q8_0 if quantization == "int8" else BlockKind.Q4_1, quantization
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

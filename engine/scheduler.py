@@ -254,7 +254,9 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._release(request)
-        log.warning("request %s was preempted; %d computed tokens are given up", request.request_id, request.num_computed_tokens)
+        log.warning(
+            "request %s was preempted; %d computed tokens are given up", request.request_id, request.num_computed_tokens
+        )
         request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.num_preemptions += 1

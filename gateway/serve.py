@@ -123,7 +123,8 @@ class Server:
         info = self._services.info
         self._note.write_text(json.dumps({"url": self.url}), encoding="utf-8")
         print(
-            f"Serving {info.model} ({info.dtype}, {info.attention}; context {info.max_model_len}, "
+            f"Serving {info.model} ({info.dtype}, {info.attention}; weights {info.weights}; "
+            f"context {info.max_model_len}, "
             f"KV pool {info.num_blocks} blocks of 16) on {self.url}",
             file=sys.stderr,
         )

@@ -213,7 +213,7 @@ def test_end_of_text_is_the_union_of_all_that_name_it(tiny: Path, tmp_path: Path
 def test_non_finite_logits_end_their_request_only(tiny: Path, expected: list[list[int]]) -> None:
     engine = LLM(str(tiny), dtype="float32", kv_cache_tokens=256)
     poison = 256  # a control token, which no other prompt or answer holds
-    engine.core.runner._model._embed[poison] = float("inf")
+    engine.core.runner._model._embed._value[poison] = float("inf")
     bad = (Segment((1, 2, poison)), Segment((poison,) * 40))
     good, ended = engine.generate([PROMPTS[1], bad], GREEDY)
     assert good.token_ids == expected[1]

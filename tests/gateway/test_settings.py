@@ -38,7 +38,7 @@ def test_flags_beat_variables_beat_file_beat_defaults(tmp_path: Path) -> None:
         ({"port": "x"}, {}, "flag: port is 'x'"),
         ({}, {"FOREWORD_MAX_MODEL_LEN": "many"}, "max_model_len is 'many'"),
         ({"dtype": "int3"}, {}, "dtype must be one of"),
-        ({"quantization": "int8"}, {}, "quantization must be one of"),
+        ({"quantization": "int3"}, {}, "quantization must be one of"),
         ({"config": "/nowhere.toml"}, {}, "cannot read /nowhere.toml"),
     ],
 )
