@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from engine.checkpoint import Blocks, CheckpointError, ModelConfig
+from kernels.batch import AttentionBatch
+from kernels.cpu_decoder import CpuDecoder, LayerWeights
 from kernels.dispatch import AttentionBackend
 from kernels.ops import rms_norm, rotary_tables, rotate, silu_gate, write_kv
 from kernels.weights import BLOCK, BlockKind, BlockWeight, DenseWeight, Scratch, Weight, quantize, stack
@@ -85,6 +87,28 @@ class LlamaModel:
             h = rms_norm(x, layer.post_norm, self._config.rms_norm_eps)
             x = x + layer.down.linear(silu_gate(layer.gate_up.linear(h)))
         return rms_norm(x, self._norm, self._config.rms_norm_eps)
+
+    def make_decoder(self, pool: KVPool) -> CpuDecoder:
+        """The layers over a pool in C++, for steps of few rows. Raises `ValueError` or `NoKernels` where there is none."""
+        c = self._config
+        layers = [
+            LayerWeights(x.input_norm, x.qkv, x.qkv_bias, x.o, x.post_norm, x.gate_up, x.down) for x in self._layers
+        ]
+        return CpuDecoder(layers, pool.k, pool.v, c.num_q_heads, c.rms_norm_eps)
+
+    def forward_with(
+        self,
+        decoder: CpuDecoder,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        batch: AttentionBatch,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same as `forward`, its layers run by `decoder`, which must be able to."""
+        embedded = self._embed.rows(token_ids)
+        x = decoder.run(embedded, self._cos[positions], self._sin[positions], slots, batch)
+        return rms_norm(x[rows].to(embedded.dtype), self._norm, self._config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""

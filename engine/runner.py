@@ -18,6 +18,7 @@ from engine.step import ScheduledRequest, SchedulerOutput, StepResult
 from kernels.batch import AttentionBatch
 from kernels.batch import Sequence as Rows
 from kernels.cpu import NoKernels, load_kernels
+from kernels.cpu_decoder import MAX_ROWS, CpuDecoder
 from kernels.dispatch import make_attention
 from kernels.weights import BlockKind
 
@@ -55,6 +56,17 @@ class ModelRunner:
             # Written, not only reserved: no page of it is touched for the first time on a user's request.
             *(torch.empty(shape, dtype=self.dtype, device=self.device).fill_(0) for _ in range(2))
         )
+
+        self._decoder, self.decoder_note = self._make_decoder()
+
+    def _make_decoder(self) -> tuple[CpuDecoder | None, str]:
+        """The C++ layers for small steps where they can be had, and in words why not."""
+        if self.device.type != "cpu":
+            return None, "none (the device is no CPU)"
+        try:
+            return self._model.make_decoder(self._pool), f"C++ up to {MAX_ROWS} rows"
+        except (NoKernels, ValueError) as e:
+            return None, f"none ({e})"
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> dict[int, StepResult]:
@@ -103,14 +115,13 @@ class ModelRunner:
                 for r in requests
             )
         )
-        return self._model.forward(
-            self._ids([t for r in requests for t in r.token_ids]),
-            self._ids(np.concatenate([np.arange(r.start, r.start + len(r.token_ids)) for r in requests])),
-            self._ids(np.concatenate([r.slots for r in requests])),
-            self._attention.plan(batch),
-            self._pool,
-            self._ids([first[r.key] + row for r, row in rows]),
-        )
+        token_ids = self._ids([t for r in requests for t in r.token_ids])
+        positions = self._ids(np.concatenate([np.arange(r.start, r.start + len(r.token_ids)) for r in requests]))
+        slots = self._ids(np.concatenate([r.slots for r in requests]))
+        picks = self._ids([first[r.key] + row for r, row in rows])
+        if self._decoder is not None and self._decoder.can_run(batch):
+            return self._model.forward_with(self._decoder, token_ids, positions, slots, batch, picks)
+        return self._model.forward(token_ids, positions, slots, self._attention.plan(batch), self._pool, picks)
 
     def _ids(self, values: object) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self.device)

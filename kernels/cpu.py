@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("cpu_linear.cpp")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
+SOURCE = Path(__file__).with_name("cpu.cpp")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu++17")
 COMPILE_TIMEOUT_S = 120
 
 
@@ -44,6 +44,8 @@ def load_kernels() -> ctypes.CDLL:
     sizes = [ctypes.c_int64] * 3
     library.foreword_linear.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 3, *sizes, ctypes.c_int]
     library.foreword_dequantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_int]
+    library.foreword_layers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    library.foreword_layers.restype = None
     return library
 
 

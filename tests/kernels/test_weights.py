@@ -88,7 +88,7 @@ def test_without_avx2_the_numbers_are_the_same(tmp_path: Path) -> None:
     """The portable code of the kernel, as a processor without AVX2 runs it."""
     out = tmp_path / "portable.so"
     flags = (
-        ["-O2", "-march=x86-64", "-fopenmp", "-shared", "-fPIC", "-std=c++17"]
+        ["-O2", "-march=x86-64", "-fopenmp", "-shared", "-fPIC", "-std=gnu++17"]
         if cpu.platform.machine() == "x86_64"
         else [*cpu.FLAGS]
     )

@@ -1,0 +1,146 @@
+"""The C++ layers against the torch layers: same hidden states, same KV, for odd shapes, types and block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from engine.checkpoint import ModelConfig
+from engine.model import KVPool, LlamaModel, WeightMaker
+from kernels import cpu
+from kernels.batch import AttentionBatch, Sequence
+from kernels.cpu_decoder import MAX_ROWS, CpuDecoder
+from kernels.torch_attention import TorchAttention
+from kernels.weights import BlockKind
+
+pytestmark = pytest.mark.skipif(cpu.shutil.which("g++") is None, reason="no C++ compiler")
+CPU = torch.device("cpu")
+
+
+def make_model(
+    q_heads: int, kv_heads: int, head_dim: int, kind: BlockKind | None, dtype: torch.dtype, has_bias: bool = False
+) -> tuple[LlamaModel, KVPool, CpuDecoder]:
+    hidden, inter, layers, blocks = 96, 64, 2, 40
+    config = ModelConfig(
+        architecture="llama", hidden_size=hidden, num_layers=layers, num_q_heads=q_heads, num_kv_heads=kv_heads,
+        head_dim=head_dim, intermediate_size=inter, vocab_size=64, rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None,
+        max_position_embeddings=512, tie_word_embeddings=True, attention_bias=has_bias, eos_token_ids=(),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "model.embed_tokens.weight", random(64, hidden) * 8
+        yield "model.norm.weight", 1 + random(hidden)
+        for i in range(layers):
+            at = f"model.layers.{i}."
+            yield f"{at}input_layernorm.weight", 1 + random(hidden)
+            yield f"{at}post_attention_layernorm.weight", 1 + random(hidden)
+            for p, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads)):
+                yield f"{at}self_attn.{p}_proj.weight", random(heads * head_dim, hidden)
+                if has_bias:
+                    yield f"{at}self_attn.{p}_proj.bias", random(heads * head_dim)
+            yield f"{at}self_attn.o_proj.weight", random(hidden, q_heads * head_dim)
+            yield f"{at}mlp.gate_proj.weight", random(inter, hidden)
+            yield f"{at}mlp.up_proj.weight", random(inter, hidden)
+            yield f"{at}mlp.down_proj.weight", random(hidden, inter)
+
+    attention = TorchAttention(q_heads, kv_heads, head_dim**-0.5, None, CPU)
+    model = LlamaModel(config, weights(), attention, WeightMaker(dtype, CPU, kind))
+    shape = (layers, blocks, 16, kv_heads, head_dim)
+    pool = KVPool(torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
+    return model, pool, model.make_decoder(pool)
+
+
+def table(first_id: int, sizes: list[int], num_new: int) -> Sequence:
+    """A sequence whose blocks hold `sizes` tokens each, the last `num_new` of them new."""
+    starts = np.cumsum([0, *sizes[:-1]]).astype(np.int32)
+    ids = (first_id + np.arange(len(sizes))[::-1]).astype(np.int32)
+    total = sum(sizes)
+    zeros = np.zeros(len(sizes), np.int32)
+    return Sequence(num_new, total - num_new, ids, starts, np.asarray(sizes, np.int32), zeros)
+
+
+def slots_of(s: Sequence) -> list[int]:
+    where = [int(i) * 16 + j for i, n in zip(s.block_ids, s.block_valids, strict=True) for j in range(n)]
+    return where[s.start :]
+
+
+def run(model: LlamaModel, decoder: CpuDecoder | None, pool: KVPool, sequences: list[Sequence]) -> torch.Tensor:
+    batch = AttentionBatch(tuple(sequences))
+    positions = torch.cat([torch.arange(s.start, s.start + s.num_new) for s in sequences])
+    ids, slots = positions * 7 % 64, torch.tensor([x for s in sequences for x in slots_of(s)])
+    rows = torch.arange(len(ids))
+    if decoder is not None:
+        assert decoder.can_run(batch)
+        return model.forward_with(decoder, ids, positions, slots, batch, rows)
+    return model.forward(ids, positions, slots, model._attention.plan(batch), pool, rows)
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim", "kind", "dtype", "has_bias"),
+    [
+        (9, 3, 64, BlockKind.Q4_1, torch.float32, False),
+        (6, 3, 32, None, torch.float32, True),
+        (4, 4, 80, BlockKind.Q8_0, torch.float32, False),
+        (8, 1, 128, None, torch.float32, False),
+        (6, 2, 64, BlockKind.Q4_1, torch.bfloat16, True),
+        (4, 2, 64, None, torch.bfloat16, False),
+    ],
+)
+def test_cpp_layers_are_the_torch_layers(
+    q_heads: int, kv_heads: int, head_dim: int, kind: BlockKind | None, dtype: torch.dtype, has_bias: bool
+) -> None:
+    model, pool, decoder = make_model(q_heads, kv_heads, head_dim, kind, dtype, has_bias)
+    long = [16] * 18 + [5]
+    before = [table(0, [16, 3, 16, 1], 36), table(4, long, sum(long))]
+    for s in before:
+        run(model, None, pool, [s])
+    k, v = pool.k.clone(), pool.v.clone()
+    steps = [
+        [table(0, [16, 3, 16, 2], 1)],
+        [table(0, [16, 3, 16, 9], 8), table(4, [*long[:-1], 6], 1), table(30, [16, 4], 20)],
+    ]
+    assert sum(s.num_new for s in steps[1]) <= MAX_ROWS
+    tolerance = {"rtol": 1e-4, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 8e-2}
+    for step in steps:
+        pool.k.copy_(k)
+        pool.v.copy_(v)
+        expected = run(model, None, pool, step)
+        expected_k, expected_v = pool.k.clone(), pool.v.clone()
+        pool.k.copy_(k)
+        pool.v.copy_(v)
+        got = run(model, decoder, pool, step)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, expected, **tolerance)
+        torch.testing.assert_close(pool.k, expected_k, equal_nan=True, **tolerance)
+        torch.testing.assert_close(pool.v, expected_v, equal_nan=True, **tolerance)
+
+
+def test_what_it_cannot_run_goes_the_torch_way() -> None:
+    model, pool, decoder = make_model(4, 2, 32, None, torch.float32)
+    moved = table(0, [16, 4], 1)
+    moved.block_deltas[0] = 3
+    assert not decoder.can_run(AttentionBatch((moved,)))
+    assert not decoder.can_run(AttentionBatch((table(0, [16, 16, 16], 33),)))
+    assert decoder.can_run(AttentionBatch((table(0, [16, 16, 16], 32),)))
+    half = KVPool(pool.k.half(), pool.v.half())
+    with pytest.raises(ValueError, match="float16"):
+        model.make_decoder(half)
+    with pytest.raises(ValueError, match="18 and 2 heads"):
+        make_model(18, 2, 32, None, torch.float32)
+
+
+def test_nan_in_a_prompt_stays_with_it() -> None:
+    model, pool, decoder = make_model(4, 2, 64, None, torch.float32)
+    for s in (table(0, [16, 4], 20), table(4, [16, 4], 20)):
+        run(model, None, pool, [s])
+    pool.v[0, 4] = float("nan")
+    good, bad = run(model, decoder, pool, [table(0, [16, 5], 1), table(4, [16, 5], 1)])
+    assert good.isfinite().all()
+    assert bad.isnan().any()
