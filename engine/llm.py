@@ -57,12 +57,12 @@ class LLM:
         Returns completions in the prompts' order, n for each prompt. Raises `ValueError` for one that could never run;
         then none ran.
         """
-        batch = [prompts] if _is_one(prompts) else list(prompts)
+        batch: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
         wanted: dict[tuple[str, int], list[RequestOutput]] = {}
         try:
             for prompt, p in zip(batch, each, strict=True):
-                request = EngineRequest(f"llm-{next(self._ids)}", self._segments(prompt), p)
+                request = self.request(prompt, p)
                 self.core.add(request)
                 wanted |= {(request.request_id, i): [] for i in range(p.n)}
         except ValueError:
@@ -70,6 +70,10 @@ class LLM:
                 self.core.abort(request_id)
             raise
         return self._run(wanted)
+
+    def request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
+        """A prompt as `EngineCore.add` takes it, with an id of its own."""
+        return EngineRequest(f"llm-{next(self._ids)}", self._segments(prompt), params)
 
     def _run(self, wanted: dict[tuple[str, int], list[RequestOutput]]) -> list[Completion]:
         running = len(wanted)

@@ -89,7 +89,7 @@ class LlamaModel:
         return rms_norm(x, self._norm, self._config.rms_norm_eps)
 
     def make_decoder(self, pool: KVPool) -> CpuDecoder:
-        """The layers over a pool in C++, for steps of few rows. Raises `ValueError` or `NoKernels` where there is none."""
+        """The layers over a pool in C++, for steps of few rows. Raises `ValueError` or `NoKernels`."""
         c = self._config
         layers = [
             LayerWeights(x.input_norm, x.qkv, x.qkv_bias, x.o, x.post_norm, x.gate_up, x.down) for x in self._layers

@@ -124,7 +124,39 @@ void unpack_to(const uint8_t* b, float* out) {
   for (int i = 0; i < 4; i++) _mm256_storeu_ps(out + 8 * i, w[i]);
 }
 
+// NR rows of unpacked weights against MR rows of x: each load serves several products, so the FMA units are the limit.
+template <int NR, int MR>
+inline void tile(const float* w, const float* x, int64_t k, float* y, int64_t ldy) {
+  __m256 acc[NR][MR];
+  for (int i = 0; i < NR; i++)
+    for (int r = 0; r < MR; r++) acc[i][r] = _mm256_setzero_ps();
+  for (int64_t at = 0; at < k; at += 8) {
+    __m256 v[NR];
+#pragma GCC unroll 8
+    for (int i = 0; i < NR; i++) v[i] = _mm256_loadu_ps(w + i * k + at);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++) {
+      const __m256 u = _mm256_loadu_ps(x + r * k + at);
+#pragma GCC unroll 8
+      for (int i = 0; i < NR; i++) acc[i][r] = _mm256_fmadd_ps(v[i], u, acc[i][r]);
+    }
+  }
+  for (int i = 0; i < NR; i++)
+    for (int r = 0; r < MR; r++) y[r * ldy + i] = sum(acc[i][r]);
+}
+
 #else
+
+template <int NR, int MR>
+inline void tile(const float* w, const float* x, int64_t k, float* y, int64_t ldy) {
+  for (int i = 0; i < NR; i++)
+    for (int r = 0; r < MR; r++) {
+      float s = 0;
+#pragma omp simd reduction(+ : s)
+      for (int64_t at = 0; at < k; at++) s += w[i * k + at] * x[r * k + at];
+      y[r * ldy + i] = s;
+    }
+}
 
 template <int KIND>
 void unpack_to(const uint8_t* b, float* out) {
@@ -184,11 +216,35 @@ void rows_times(const uint8_t* w, const float* x, int64_t k, float* y, int64_t l
   }
 }
 
+constexpr int WIDE = 3;        // weight rows of a tile
+constexpr int HIGH = 4;        // x rows of a tile
+constexpr int FEW = 8;         // up to this many rows, unpacking in registers is faster than a tile
+
+// Products of the weight rows first..first+count-1, count at most WIDE, with all rows of x: y[r * ldy + i].
+// room: WIDE * k floats.
+template <int KIND>
+void strip(const uint8_t* w, int64_t count, const float* x, int64_t k, float* y, int64_t ldy, int64_t m, float* room) {
+  const int64_t row_bytes = k / BLOCK * block_bytes<KIND>();
+  if (m <= FEW || count < WIDE) {
+    for (int64_t i = 0; i < count; i++) rows_times<KIND>(w + i * row_bytes, x, k, y + i, ldy, m);
+    return;
+  }
+  for (int64_t b = 0; b < WIDE * (k / BLOCK); b++) unpack_to<KIND>(w + b * block_bytes<KIND>(), room + b * BLOCK);
+  int64_t r = 0;
+  for (; r + HIGH <= m; r += HIGH) tile<WIDE, HIGH>(room, x + r * k, k, y + r * ldy, ldy);
+  for (; r < m; r++) tile<WIDE, 1>(room, x + r * k, k, y + r * ldy, ldy);
+}
+
 template <int KIND>
 void linear(const uint8_t* w, const float* x, float* y, int64_t m, int64_t n, int64_t k, int threads) {
   const int64_t row_bytes = k / BLOCK * block_bytes<KIND>();
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t i = 0; i < n; i++) rows_times<KIND>(w + i * row_bytes, x, k, y + i, n, m);
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> room(WIDE * k);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < (n + WIDE - 1) / WIDE; i++)
+      strip<KIND>(w + i * WIDE * row_bytes, std::min<int64_t>(WIDE, n - i * WIDE), x, k, y + i * WIDE, n, m, room.data());
+  }
 }
 
 template <int KIND>
@@ -253,34 +309,41 @@ void with_kind(int64_t kind, F f) {
 
 inline const uint8_t* row_of(const Matrix& m, int64_t i, int bytes) { return m.data + i * (m.k / BLOCK) * bytes; }
 
-// One thread's share of y[rows, n] (+)= x[rows, k] w^T. tmp holds one row of weights' products.
+// One thread's share of y[rows, n] (+)= x[rows, k] w^T.
 template <bool ADD>
 void share_of_linear(const Matrix& w, const float* x, float* y, int64_t rows, const float* bias) {
   with_kind(w.kind, [&](auto kind) {
     constexpr int K = decltype(kind)::value;
-    std::vector<float> tmp(rows);
+    std::vector<float> products(rows * WIDE), room(WIDE * w.k);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < w.n; i++) {
-      rows_times<K>(row_of(w, i, block_bytes<K>()), x, w.k, tmp.data(), 1, rows);
-      for (int64_t r = 0; r < rows; r++) {
-        float& out = y[r * w.n + i];
-        out = (ADD ? out : 0.0f) + tmp[r] + (bias ? bias[i] : 0.0f);
-      }
+    for (int64_t strip_at = 0; strip_at < (w.n + WIDE - 1) / WIDE; strip_at++) {
+      const int64_t first = strip_at * WIDE, count = std::min<int64_t>(WIDE, w.n - first);
+      strip<K>(row_of(w, first, block_bytes<K>()), count, x, w.k, products.data(), WIDE, rows, room.data());
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < count; i++) {
+          float& out = y[r * w.n + first + i];
+          out = (ADD ? out : 0.0f) + products[r * WIDE + i] + (bias ? bias[first + i] : 0.0f);
+        }
     }
   });
 }
 
-// act[rows, inter] = silu(gate) * up, a row of both matrices at a time.
+// act[rows, inter] = silu(gate) * up, a strip of both matrices at a time.
 void share_of_gate_up(const Matrix& w, const float* x, float* act, int64_t rows) {
   with_kind(w.kind, [&](auto kind) {
     constexpr int K = decltype(kind)::value;
     const int64_t inter = w.n / 2;
-    std::vector<float> gate(rows), up(rows);
+    std::vector<float> gate(rows * WIDE), up(rows * WIDE), room(WIDE * w.k);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < inter; i++) {
-      rows_times<K>(row_of(w, i, block_bytes<K>()), x, w.k, gate.data(), 1, rows);
-      rows_times<K>(row_of(w, inter + i, block_bytes<K>()), x, w.k, up.data(), 1, rows);
-      for (int64_t r = 0; r < rows; r++) act[r * inter + i] = gate[r] / (1.0f + std::exp(-gate[r])) * up[r];
+    for (int64_t strip_at = 0; strip_at < (inter + WIDE - 1) / WIDE; strip_at++) {
+      const int64_t first = strip_at * WIDE, count = std::min<int64_t>(WIDE, inter - first);
+      strip<K>(row_of(w, first, block_bytes<K>()), count, x, w.k, gate.data(), WIDE, rows, room.data());
+      strip<K>(row_of(w, inter + first, block_bytes<K>()), count, x, w.k, up.data(), WIDE, rows, room.data());
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < count; i++) {
+          const float g = gate[r * WIDE + i];
+          act[r * inter + first + i] = g / (1.0f + std::exp(-g)) * up[r * WIDE + i];
+        }
     }
   });
 }
