@@ -22,6 +22,8 @@ _WORD = re.compile(r"\w+")
 _OWN_NUMBERS = re.compile(r"\[\d+(?:\s*,\s*\d+)*\]")
 """Citation marks that a model writes by itself."""
 _SENTENCE = re.compile(r"[^.!?。！？\n]*(?:[.!?](?=\w)[^.!?。！？\n]*)*[.!?。！？\n]*")
+_LIST_NUMBER = re.compile(r"\d{1,3}\.")
+_SAME_LINE = re.compile(r"[ \t]*[^\s]")
 _STOP_WORDS = """
     a an the of in on at to for from by with and or but not no is
     are was were be been being it its this that these those as if then than so such
@@ -65,13 +67,15 @@ def cite(answer: str, question: str, passages: Sequence[Passage], threshold: flo
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Spans of the sentences of a text, without the white space around them."""
+    """Spans of the sentences of a text, without the white space around them and without the numbers of a list."""
     out = []
     for m in _SENTENCE.finditer(text):
         stripped = m.group().strip()
-        if stripped:
-            start = m.start() + m.group().index(stripped)
-            out.append((start, start + len(stripped)))
+        start = m.start() + m.group().index(stripped)
+        end = start + len(stripped)
+        is_list_number = _LIST_NUMBER.fullmatch(stripped) and _SAME_LINE.match(text, end)
+        if stripped and not is_list_number:
+            out.append((start, end))
     return out
 
 

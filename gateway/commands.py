@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +53,7 @@ def ingest_url(url: str, named: Sequence[NamedFile], collection: str) -> list[st
     with httpx.Client(timeout=TIMEOUT) as client, _progress() as progress:
         for name, path in progress.track(named, description="Ingesting"):
             try:
-                form = {"collection": collection}
+                form = {"collection": collection, "id": document_id(collection, path)}
                 reply = client.post(f"{url}/rag/documents", data=form, files={"file": (name, path.read_bytes())})
             except httpx.HTTPError as e:
                 raise ConnectionError(f"the server at {url} does not answer: {e}") from e
@@ -62,6 +63,11 @@ def ingest_url(url: str, named: Sequence[NamedFile], collection: str) -> list[st
             if reply.is_error:
                 errors.append(reply.json()["error"]["message"])
     return errors
+
+
+def document_id(collection: str, path: Path) -> str:
+    """The id of a file's document: files of the same name in two folders are two documents, the same file is one."""
+    return hashlib.sha256(f"{collection}\0{path.resolve()}".encode()).hexdigest()[:16]
 
 
 def find_files(paths: Sequence[str]) -> Iterator[NamedFile]:
@@ -167,7 +173,8 @@ async def _ingest_here(settings: Settings, named: Sequence[NamedFile], collectio
         await client.start()
         with _progress() as progress:
             for name, path in progress.track(named, description="Ingesting"):
-                request = IngestRequest((SourceFile(name, path.read_bytes()),), collection)
+                source = SourceFile(name, path.read_bytes(), document_id(collection, path))
+                request = IngestRequest((source,), collection)
                 job = await client.wait((await client.ingest(request)).job_id)
                 errors += [e.message for e in job.errors] if job.state is JobState.FAILED else []
     except (RetrievalDead, ValueError, OSError) as e:

@@ -149,7 +149,11 @@ async def _from_form(request: AnyRequest) -> IngestRequest:
     files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
     if not files:
         raise ApiError("invalid_request", "the form holds no file", "file")
-    sources = tuple([SourceFile(f.filename or "unnamed", await f.read()) for f in files])
+    given_id = form.get("id")
+    if given_id is not None and len(files) > 1:
+        raise ApiError("invalid_request", f"id names one document, but the form holds {len(files)} files", "id")
+    document_id = None if given_id is None else str(given_id)
+    sources = tuple([SourceFile(f.filename or "unnamed", await f.read(), document_id) for f in files])
     return IngestRequest(sources, collection)
 
 

@@ -27,7 +27,7 @@ from gateway.settings import Settings
 
 REPO = Path(__file__).resolve().parents[1]
 DEMO_COLLECTION = "foreword"
-DEMO_QUESTION = "What is a block, and how many token slots does it have?"
+DEMO_QUESTION = "What does quantization auto keep?"
 READY_POLL_S = 0.1
 
 

@@ -414,6 +414,15 @@ def test_bad_files_are_refused_by_name(server: Server) -> None:
         assert name in reply.json()["error"]["message"]
 
 
+def test_an_id_names_one_file(server: Server) -> None:
+    files = [("file", (f"{i}.txt", b"Some text.")) for i in range(2)]
+    reply = server.client.post("/rag/documents", data={"id": "x"}, files=files)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "id"
+    reply = server.client.post("/rag/documents", data={"id": "mine", "collection": "ids"}, files=files[:1])
+    assert [d["document_id"] for d in reply.json()["documents"]] == ["mine"]
+
+
 def test_a_body_over_the_limit_is_refused(server: Server) -> None:
     reply = server.client.post("/rag/documents", files={"file": ("big.txt", b"x" * 3_100_000)})
     assert reply.status_code == 413
@@ -511,6 +520,14 @@ def test_the_command_line_uses_the_running_server(server: Server, tmp_path: Path
     )
     assert "Bosun" in asked.stdout
     assert "prompt tokens" in asked.stdout
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.txt").write_text(f"The {folder} lives here.", encoding="utf-8")
+    both = [str(tmp_path / folder / "same.txt") for folder in ("one", "two")]
+    for _ in range(2):
+        assert subprocess.run([*run, "ingest", *both, "--collection", "same", *where], **kwargs).returncode == 0
+    listed = server.client.get("/rag/documents", params={"collection": "same"}).json()["documents"]
+    assert len(listed) == 2, "files of one name in two folders are two documents, and the same file is one"
     bad = subprocess.run([*run, "ingest", str(tmp_path / "image.bin"), *where], **kwargs)
     assert bad.returncode == 1
     assert "image.bin" in bad.stderr

@@ -42,3 +42,10 @@ def test_numbers_the_model_wrote_are_not_trusted() -> None:
 def test_sentences_keep_decimals_and_other_scripts_whole() -> None:
     text = "Pi is 3.14 or so. 故乡的歌。 End"
     assert [text[a:b] for a, b in sentences(text)] == ["Pi is 3.14 or so.", "故乡的歌。", "End"]
+
+
+def test_the_numbers_of_a_list_are_no_sentences() -> None:
+    text = "1. Red paint\n2. The bridge was painted green.\n42."
+    assert [text[a:b] for a, b in sentences(text)] == ["Red paint", "The bridge was painted green.", "42."]
+    numbered = Passage("n#0", "n", "Steps: 1. Open it. 2. Close it.", 0, 31)
+    assert cite("1. Cats sleep.\n2. Dogs bark.", "What do pets do?", [numbered]) == []
