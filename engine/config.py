@@ -23,6 +23,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Most requests that run at once."""
     max_num_batched_tokens: int | None = None
     """Token budget of one step. Default: 512, or max_model_len where chunked prefill is off."""
+    mixed_token_budget: int | None = None
+    """Token budget of a step beside running answers, which bounds the time between their tokens. Default: no other."""
     kv_cache_tokens: int | None = None
     """Tokens the KV pool holds, in blocks of 16. Default: what fits 1 GiB, or one full-length request if more."""
     pinned_tokens: int | None = None
@@ -40,7 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Raise `ValueError`, whose message begins with the field's name, if a value cannot be honoured."""
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "mixed_token_budget"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

@@ -44,6 +44,7 @@ class EngineCore:
             max_model_len=self.runner.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
+            mixed_token_budget=config.mixed_token_budget,
             enable_chunked_prefill=config.enable_chunked_prefill,
             eos_token_ids=frozenset(eos),
             seed=config.seed,

@@ -6,7 +6,7 @@ prompts by rank, which is the order of arrival shifted by priority.
 
 Nothing starves:
 - a running answer gets a token in every step: seats are at most half the budget, and single tokens go first;
-- the prompt of lowest rank gets at least half the budget in every step;
+- the prompt of lowest rank gets at least half the step's budget in every step;
 - a waiting request is passed only by one of lower rank, and a level of priority is worth a fixed time of waiting;
 - a request waits for another's blocks only if that one runs and has the lower rank.
 
@@ -68,6 +68,7 @@ class Scheduler:
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        mixed_token_budget: int | None = None,
         enable_chunked_prefill: bool = True,
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
@@ -82,6 +83,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_num_seqs = min(max_num_seqs, max(1, max_num_batched_tokens // 2))
         self._token_budget = max_num_batched_tokens
+        self._mixed_budget = mixed_token_budget if enable_chunked_prefill else None
         self._chunked = enable_chunked_prefill
         self._eos = eos_token_ids
         self._random = random.Random(seed)
@@ -171,7 +173,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's work. Empty only if nothing is left to do."""
         chosen: dict[Request, int] = {}
-        left, was_preempted = self._token_budget, False
+        budget = self._budget_now()
+        left, was_preempted = budget, False
         for wants_one in (True, False):
             for request in tuple(self._running):
                 missing = request.num_tokens - request.num_computed_tokens
@@ -182,7 +185,7 @@ class Scheduler:
                     break
                 known = request.num_computed_tokens + n
                 if known > request.allocation.capacity and self._make_room(request, known, chosen):
-                    was_preempted, left = True, self._token_budget - sum(chosen.values())
+                    was_preempted, left = True, budget - sum(chosen.values())
                 if request.allocation is not None:
                     chosen[request] = n
                     left -= n
@@ -220,6 +223,15 @@ class Scheduler:
             queue = self._waiting if request.allocation is None else self._running
             assert request in queue, "a request is in the wrong queue"
         assert len(self._waiting) + len(self._running) == len(self._by_key), "a queue holds a request that has ended"
+
+    def _budget_now(self) -> int:
+        """The step's token budget: beside running answers a smaller one, of which prompts still get half."""
+        if self._mixed_budget is None:
+            return self._token_budget
+        num_answers = sum(r.num_tokens - r.num_computed_tokens == 1 for r in self._running)
+        if not num_answers:
+            return self._token_budget
+        return min(self._token_budget, max(self._mixed_budget, 2 * num_answers))
 
     def _take(self, request: Request, item: ScheduledRequest, result: StepResult, now: float) -> TokenEvent:
         """Add a result to its request."""

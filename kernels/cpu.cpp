@@ -11,6 +11,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <omp.h>
 #include <type_traits>
 #include <vector>
 #if defined(__AVX2__) && defined(__FMA__)
@@ -21,6 +23,7 @@
 namespace {
 
 enum Kind { F32 = 0, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, BF16 = 30 };  // numbered as in GGUF files
+enum Code { OK = 0, UNKNOWN_KIND = 1, OUT_OF_MEMORY = 2 };
 constexpr int BLOCK = 32;
 constexpr int MAX_ROWS = 8;  // of x at once: their sums fill the registers
 
@@ -33,13 +36,6 @@ float half_to_float(const uint8_t* p) {
 template <int KIND>
 constexpr int block_bytes() {
   return KIND == F32 ? 128 : KIND == BF16 ? 64 : KIND == Q8_0 ? 34 : KIND == Q4_0 ? 18 : 20;
-}
-
-float bf16_to_float(uint16_t v) {
-  const uint32_t bits = static_cast<uint32_t>(v) << 16;
-  float f;
-  std::memcpy(&f, &bits, sizeof f);
-  return f;
 }
 
 // Round to nearest, ties to even; NaN stays NaN.
@@ -147,6 +143,13 @@ inline void tile(const float* w, const float* x, int64_t k, float* y, int64_t ld
 
 #else
 
+float bf16_to_float(uint16_t v) {
+  const uint32_t bits = static_cast<uint32_t>(v) << 16;
+  float f;
+  std::memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
 template <int NR, int MR>
 inline void tile(const float* w, const float* x, int64_t k, float* y, int64_t ldy) {
   for (int i = 0; i < NR; i++)
@@ -238,13 +241,12 @@ void strip(const uint8_t* w, int64_t count, const float* x, int64_t k, float* y,
 template <int KIND>
 void linear(const uint8_t* w, const float* x, float* y, int64_t m, int64_t n, int64_t k, int threads) {
   const int64_t row_bytes = k / BLOCK * block_bytes<KIND>();
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<float> room(WIDE * k);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < (n + WIDE - 1) / WIDE; i++)
-      strip<KIND>(w + i * WIDE * row_bytes, std::min<int64_t>(WIDE, n - i * WIDE), x, k, y + i * WIDE, n, m, room.data());
-  }
+  // Memory is asked for out here: an exception must not leave a parallel region.
+  std::vector<float> room(threads * WIDE * k);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t i = 0; i < (n + WIDE - 1) / WIDE; i++)
+    strip<KIND>(w + i * WIDE * row_bytes, std::min<int64_t>(WIDE, n - i * WIDE), x, k, y + i * WIDE, n, m,
+                room.data() + omp_get_thread_num() * WIDE * k);
 }
 
 template <int KIND>
@@ -309,16 +311,21 @@ void with_kind(int64_t kind, F f) {
 
 inline const uint8_t* row_of(const Matrix& m, int64_t i, int bytes) { return m.data + i * (m.k / BLOCK) * bytes; }
 
+// Buffers of one thread.
+struct Room {
+  float *weights, *products, *more_products;  // [WIDE, longest k], [rows, WIDE] twice
+};
+
 // One thread's share of y[rows, n] (+)= x[rows, k] w^T.
 template <bool ADD>
-void share_of_linear(const Matrix& w, const float* x, float* y, int64_t rows, const float* bias) {
+void share_of_linear(const Matrix& w, const float* x, float* y, int64_t rows, const float* bias, const Room& room) {
   with_kind(w.kind, [&](auto kind) {
     constexpr int K = decltype(kind)::value;
-    std::vector<float> products(rows * WIDE), room(WIDE * w.k);
+    float* products = room.products;
 #pragma omp for schedule(static)
     for (int64_t strip_at = 0; strip_at < (w.n + WIDE - 1) / WIDE; strip_at++) {
       const int64_t first = strip_at * WIDE, count = std::min<int64_t>(WIDE, w.n - first);
-      strip<K>(row_of(w, first, block_bytes<K>()), count, x, w.k, products.data(), WIDE, rows, room.data());
+      strip<K>(row_of(w, first, block_bytes<K>()), count, x, w.k, products, WIDE, rows, room.weights);
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < count; i++) {
           float& out = y[r * w.n + first + i];
@@ -329,16 +336,16 @@ void share_of_linear(const Matrix& w, const float* x, float* y, int64_t rows, co
 }
 
 // act[rows, inter] = silu(gate) * up, a strip of both matrices at a time.
-void share_of_gate_up(const Matrix& w, const float* x, float* act, int64_t rows) {
+void share_of_gate_up(const Matrix& w, const float* x, float* act, int64_t rows, const Room& room) {
   with_kind(w.kind, [&](auto kind) {
     constexpr int K = decltype(kind)::value;
     const int64_t inter = w.n / 2;
-    std::vector<float> gate(rows * WIDE), up(rows * WIDE), room(WIDE * w.k);
+    float *gate = room.products, *up = room.more_products;
 #pragma omp for schedule(static)
     for (int64_t strip_at = 0; strip_at < (inter + WIDE - 1) / WIDE; strip_at++) {
       const int64_t first = strip_at * WIDE, count = std::min<int64_t>(WIDE, inter - first);
-      strip<K>(row_of(w, first, block_bytes<K>()), count, x, w.k, gate.data(), WIDE, rows, room.data());
-      strip<K>(row_of(w, inter + first, block_bytes<K>()), count, x, w.k, up.data(), WIDE, rows, room.data());
+      strip<K>(row_of(w, first, block_bytes<K>()), count, x, w.k, gate, WIDE, rows, room.weights);
+      strip<K>(row_of(w, inter + first, block_bytes<K>()), count, x, w.k, up, WIDE, rows, room.weights);
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < count; i++) {
           const float g = gate[r * WIDE + i];
@@ -537,20 +544,28 @@ void run_layers(const Model& m, const Step& s, int threads) {
   const int64_t num_pieces = pieces.size();
   std::vector<float> normed(rows * m.hidden), qkv(rows * (m.q_heads + 2 * m.kv_heads) * d);
   std::vector<float> partial(num_pieces * group * (d + 2)), attn(rows * m.q_heads * d), act(rows * m.inter);
+  const int64_t longest = std::max({m.hidden, m.inter, m.q_heads * d});
+  const int64_t room_size = WIDE * longest + 2 * rows * WIDE;
+  std::vector<float> rooms(threads * room_size);
+  // No exception may leave a parallel region, so nothing is allocated in it.
 #pragma omp parallel num_threads(threads)
-  for (int64_t l = 0; l < m.num_layers; l++) {
-    const Layer& layer = m.layers[l];
-    share_of_norm(s.x, layer.input_norm, normed.data(), rows, m.hidden, m.eps);
-    share_of_linear<false>(layer.qkv, normed.data(), qkv.data(), rows, layer.qkv_bias);
-    share_of_rotary<KV>(m, layer, s, qkv.data());
+  {
+    float* own = rooms.data() + omp_get_thread_num() * room_size;
+    const Room room = {own, own + WIDE * longest, own + WIDE * longest + rows * WIDE};
+    for (int64_t l = 0; l < m.num_layers; l++) {
+      const Layer& layer = m.layers[l];
+      share_of_norm(s.x, layer.input_norm, normed.data(), rows, m.hidden, m.eps);
+      share_of_linear<false>(layer.qkv, normed.data(), qkv.data(), rows, layer.qkv_bias, room);
+      share_of_rotary<KV>(m, layer, s, qkv.data());
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < num_pieces; i++)
-      attend_any<KV>(m, layer, s, qkv.data(), pieces[i], partial.data() + i * group * (d + 2));
-    share_of_merge(m, pieces, first_piece, partial.data(), attn.data(), rows);
-    share_of_linear<true>(layer.o, attn.data(), s.x, rows, nullptr);
-    share_of_norm(s.x, layer.post_norm, normed.data(), rows, m.hidden, m.eps);
-    share_of_gate_up(layer.gate_up, normed.data(), act.data(), rows);
-    share_of_linear<true>(layer.down, act.data(), s.x, rows, nullptr);
+      for (int64_t i = 0; i < num_pieces; i++)
+        attend_any<KV>(m, layer, s, qkv.data(), pieces[i], partial.data() + i * group * (d + 2));
+      share_of_merge(m, pieces, first_piece, partial.data(), attn.data(), rows);
+      share_of_linear<true>(layer.o, attn.data(), s.x, rows, nullptr, room);
+      share_of_norm(s.x, layer.post_norm, normed.data(), rows, m.hidden, m.eps);
+      share_of_gate_up(layer.gate_up, normed.data(), act.data(), rows, room);
+      share_of_linear<true>(layer.down, act.data(), s.x, rows, nullptr, room);
+    }
   }
 }
 
@@ -558,30 +573,40 @@ void run_layers(const Model& m, const Step& s, int threads) {
 
 extern "C" {
 
+// All return a Code.
+
 // All layers for a few rows: x in and out, KV of the rows written. Heads of at most 256, groups of at most 8.
-void foreword_layers(const Model* model, const Step* step, int threads) {
-  if (model->kv_is_bf16) run_layers<uint16_t>(*model, *step, threads);
-  else run_layers<float>(*model, *step, threads);
+int foreword_layers(const Model* model, const Step* step, int threads) {
+  try {
+    if (model->kv_is_bf16) run_layers<uint16_t>(*model, *step, threads);
+    else run_layers<float>(*model, *step, threads);
+  } catch (const std::bad_alloc&) {
+    return OUT_OF_MEMORY;
+  }
+  return OK;
 }
 
 // y [m, n] = x [m, k] times the transpose of w [n, k in blocks]; float32, rows without gaps; k a multiple of 32.
-// Returns 0, or 1 for a kind that is not known.
 int foreword_linear(int kind, const uint8_t* w, const float* x, float* y, int64_t m, int64_t n, int64_t k, int threads) {
-  switch (kind) {
-    case Q8_0: linear<Q8_0>(w, x, y, m, n, k, threads); return 0;
-    case Q4_0: linear<Q4_0>(w, x, y, m, n, k, threads); return 0;
-    case Q4_1: linear<Q4_1>(w, x, y, m, n, k, threads); return 0;
+  try {
+    switch (kind) {
+      case Q8_0: linear<Q8_0>(w, x, y, m, n, k, threads); return OK;
+      case Q4_0: linear<Q4_0>(w, x, y, m, n, k, threads); return OK;
+      case Q4_1: linear<Q4_1>(w, x, y, m, n, k, threads); return OK;
+    }
+  } catch (const std::bad_alloc&) {
+    return OUT_OF_MEMORY;
   }
-  return 1;
+  return UNKNOWN_KIND;
 }
 
 // out [blocks * 32] = the weights of a run of blocks.
 int foreword_dequantize(int kind, const uint8_t* w, float* out, int64_t blocks, int threads) {
   switch (kind) {
-    case Q8_0: dequantize<Q8_0>(w, out, blocks, threads); return 0;
-    case Q4_0: dequantize<Q4_0>(w, out, blocks, threads); return 0;
-    case Q4_1: dequantize<Q4_1>(w, out, blocks, threads); return 0;
+    case Q8_0: dequantize<Q8_0>(w, out, blocks, threads); return OK;
+    case Q4_0: dequantize<Q4_0>(w, out, blocks, threads); return OK;
+    case Q4_1: dequantize<Q4_1>(w, out, blocks, threads); return OK;
   }
-  return 1;
+  return UNKNOWN_KIND;
 }
 }

@@ -21,6 +21,8 @@ import torch
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu++17")
 COMPILE_TIMEOUT_S = 120
+OUT_OF_MEMORY = 2
+"""Return code of the kernels, as in cpu.cpp."""
 
 
 class NoKernels(Exception):
@@ -45,8 +47,15 @@ def load_kernels() -> ctypes.CDLL:
     library.foreword_linear.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 3, *sizes, ctypes.c_int]
     library.foreword_dequantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_int]
     library.foreword_layers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-    library.foreword_layers.restype = None
     return library
+
+
+def check(code: int) -> None:
+    """Turn a kernel's return code into an exception: `MemoryError`, or `ValueError` for a format it does not know."""
+    if code == OUT_OF_MEMORY:
+        raise MemoryError("a C++ kernel found no memory for its buffers")
+    if code:
+        raise ValueError("a C++ kernel does not know this format")
 
 
 def _cache_folder() -> Path:
@@ -54,8 +63,8 @@ def _cache_folder() -> Path:
     try:
         base.mkdir(parents=True, exist_ok=True)
     except OSError:
-        base = Path(tempfile.gettempdir()) / f"foreword-kernels-{os.getuid()}"
-        base.mkdir(mode=0o700, exist_ok=True)
+        # A folder that nobody else can have prepared; it lasts as long as the temporary files do.
+        return Path(tempfile.mkdtemp(prefix="foreword-kernels-"))
     return base
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from kernels.batch import AttentionBatch
-from kernels.cpu import load_kernels
-from kernels.weights import BlockWeight, DenseWeight, Weight
+from kernels.cpu import check, load_kernels
+from kernels.weights import BLOCK, BlockWeight, DenseWeight, Weight
 
 MAX_ROWS = 32
 """Most rows of a step; with more, torch's matrix products are faster."""
@@ -131,6 +131,7 @@ class CpuDecoder:
         """Hidden states behind the last layer, float32 [T, hidden]; the new tokens' KV is written to the pool.
 
         Args: x [T, hidden] of any float type; cos, sin float32 [T, head_dim / 2]; slots int64 [T].
+        Raises `MemoryError`.
         """
         out = x.float().clone()
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -146,7 +147,7 @@ class CpuDecoder:
         ]
         tensors = [t.data_ptr() for t in (out, cos, sin, slots)]
         step = _Step(len(out), *tensors, *(c.ctypes.data for c in columns))
-        self._library.foreword_layers(ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads())
+        check(self._library.foreword_layers(ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()))
         return out
 
 
@@ -160,6 +161,8 @@ def _layer(layer: LayerWeights, k: torch.Tensor, v: torch.Tensor) -> Any:
 def _matrix(weight: Weight) -> Any:
     if isinstance(weight, BlockWeight):
         return _Matrix(int(weight._kind), weight._blocks.data_ptr(), *weight.shape)
-    if isinstance(weight, DenseWeight) and weight._value.dtype in _KINDS and weight.shape[1] % 32 == 0:
-        return _Matrix(_KINDS[weight._value.dtype], weight._value.contiguous().data_ptr(), *weight.shape)
+    if isinstance(weight, DenseWeight) and weight.shape[1] % BLOCK == 0:
+        value = weight._value
+        if value.dtype in _KINDS and value.is_contiguous():
+            return _Matrix(_KINDS[value.dtype], value.data_ptr(), *weight.shape)
     raise ValueError("no C++ layers for a matrix that is joined, of another type, or not of whole blocks")

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from kernels.cpu import load_kernels
+from kernels.cpu import check, load_kernels
 
 BLOCK = 32
 """Weights in a block."""
@@ -120,8 +120,11 @@ class BlockWeight:
             return F.linear(x, self._unpack(self._blocks, self._scratch.take(*self.shape)).to(x.dtype), bias)
         rows = x.float().contiguous()
         out = torch.empty(len(x), self.shape[0])
-        self._library.foreword_linear(
-            self._kind, _at(self._blocks), _at(rows), _at(out), len(x), *self.shape, torch.get_num_threads()
+        threads = torch.get_num_threads()
+        check(
+            self._library.foreword_linear(
+                self._kind, _at(self._blocks), _at(rows), _at(out), len(x), *self.shape, threads
+            )
         )
         out = out.to(x.dtype)
         return out if bias is None else out + bias
@@ -137,7 +140,7 @@ class BlockWeight:
 
     def _unpack(self, blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         num_blocks = blocks.numel() // self._kind.num_bytes
-        self._library.foreword_dequantize(self._kind, _at(blocks), _at(out), num_blocks, torch.get_num_threads())
+        check(self._library.foreword_dequantize(self._kind, _at(blocks), _at(out), num_blocks, torch.get_num_threads()))
         return out
 
 

@@ -14,9 +14,7 @@ from engine.step import SchedulerOutput, StepResult
 class World:
     """A scheduler, and a model that always answers 7."""
 
-    def __init__(
-        self, num_blocks: int = 64, budget: int = 32, seqs: int = 8, max_len: int = 512, **extra: bool
-    ) -> None:
+    def __init__(self, num_blocks: int = 64, budget: int = 32, seqs: int = 8, max_len: int = 512, **extra: int) -> None:
         self.now = 0.0
         self.budget = budget
         self.names: dict[int, str] = {}
@@ -182,6 +180,25 @@ def test_running_answers_get_a_token_in_every_step_and_the_first_prompt_half_the
     assert waited <= 60, "it waits for the first seat only"
     assert all(n >= 8 for n in shares[waited:-1])
     assert sum(shares) == 160
+
+
+def test_beside_running_answers_a_prompt_gets_smaller_chunks() -> None:
+    w = World(num_blocks=400, budget=64, seqs=32, mixed_token_budget=16)
+    w.add("long", 100, max_tokens=1)
+    assert w.step() == [("long", 0, 64)]
+    assert w.step() == [("long", 64, 36)]
+    w.add("a", 5, max_tokens=60, ignore_eos=True, first=1000)
+    w.step()
+    w.add("b", 300, max_tokens=1, first=2000)
+    assert w.step() == [("a", 5, 1), ("b", 0, 15)]
+    added = [w.add(f"c{i}", 3, max_tokens=60, first=3000 + 10 * i, priority=-1, ignore_eos=True)[0] for i in range(11)]
+    while not all(r.num_output_tokens for r in added):
+        w.step()
+    step = w.step()
+    answers = [n for name, _, n in step if name != "b"]
+    assert answers == [1] * len(answers)
+    assert len(answers) >= 11
+    assert sum(n for name, _, n in step if name == "b") == len(answers), "the prompt gets half"
 
 
 def test_ends_by_end_token_length_and_abort() -> None:
