@@ -180,6 +180,8 @@ class Scheduler:
                 missing = request.num_tokens - request.num_computed_tokens
                 if request.allocation is None or (missing == 1) is not wants_one:
                     continue
+                if not wants_one and not was_preempted:
+                    left = self._admit(chosen, left, before=request)
                 n = min(missing, left)
                 if n <= 0:
                     break
@@ -275,14 +277,17 @@ class Scheduler:
         self.counters.preemptions += 1
         insort(self._waiting, request, key=_rank)
 
-    def _admit(self, chosen: dict[Request, int], budget: int) -> None:
-        """Start waiting requests by rank while budget, seats and blocks last.
+    def _admit(self, chosen: dict[Request, int], budget: int, before: Request | None = None) -> int:
+        """Start waiting requests by rank while budget, seats and blocks last; returns the budget that is left.
 
-        One that would compute what a running request of lower rank is computing is left out until that is done.
+        With `before`, only those of lower rank than a running one, which goes on after them. One that would compute
+        what a running request of lower rank is computing is left out until that is done.
         """
         at = 0
         while at < len(self._waiting) and len(self._running) < self._max_num_seqs and budget > 0:
             request = self._waiting[at]
+            if before is not None and request.rank > before.rank:
+                break
             if self._waits_for_blocks(request):
                 at += 1
                 continue
@@ -299,7 +304,7 @@ class Scheduler:
             # All known tokens get their blocks at once, so a prefill under way never runs out of them.
             if not fits or not self._cache.reserve(allocation, request.num_tokens):
                 self._cache.close(allocation)
-                return
+                break
             del self._waiting[at]
             insort(self._running, request, key=_rank)
             request.allocation, request.num_computed_tokens = allocation, num_cached
@@ -307,6 +312,7 @@ class Scheduler:
             self._count_start(request, num_cached)
             chosen[request] = min(missing, budget)
             budget -= chosen[request]
+        return budget
 
     def _waits_for_blocks(self, request: Request) -> bool:
         """Whether the blocks that it waits for are still being computed."""

@@ -114,11 +114,9 @@ def test_nobody_waits_for_a_request_that_ranks_behind() -> None:
     w.add("low", 100, max_tokens=1, priority=8)
     assert w.step() == [("low", 0, 32)]
     w.add("high", 100, max_tokens=1)
-    assert w.step() == [("low", 32, 32)]
-    assert w.step() == [("low", 64, 32)]
-    w.add("low2", 100, max_tokens=1, priority=8, first=500)
-    w.add("high2", 100, max_tokens=1, first=500)
-    assert [name for name, _, _ in w.step()][:1] == ["low"]
+    assert w.step() == [("high", 32, 32)]
+    assert w.step() == [("high", 64, 32)]
+    assert w.step() == [("high", 96, 4), ("low", 32, 28)]
     w.run()
 
 
@@ -160,6 +158,15 @@ def test_priority_shifts_the_order_and_waiting_makes_up_for_it() -> None:
     assert order == ["running", "high", "normal", "low", "late"]
     with pytest.raises(ValueError, match="priority"):
         w.add("x", 5, priority=9)
+
+
+def test_a_higher_priority_passes_a_prompt_under_way() -> None:
+    w = World()
+    w.add("low", 200, max_tokens=1)
+    assert w.step() == [("low", 0, 32)]
+    w.add("high", 40, max_tokens=1, priority=-1, first=900)
+    assert w.step() == [("high", 0, 32)]
+    assert w.step() == [("high", 32, 8), ("low", 32, 24)]
 
 
 def test_running_answers_get_a_token_in_every_step_and_the_first_prompt_half_the_budget() -> None:
