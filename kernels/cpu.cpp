@@ -8,11 +8,13 @@
 // The 16 bytes hold values 0..15 in their low halves and 16..31 in their high halves. Format: the ggml project.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <new>
 #include <omp.h>
+#include <sched.h>
 #include <type_traits>
 #include <vector>
 #if defined(__AVX2__) && defined(__FMA__)
@@ -297,6 +299,40 @@ constexpr int CHUNK = 16;            // blocks of keys that one thread takes at 
 constexpr int MAX_GROUP = 8;         // query heads of a key-value head
 constexpr int MAX_HEAD_DIM = 256;
 
+// Where threads wait for each other: they spin for some microseconds, as long as a share of a layer takes, then offer the
+// core to whoever wants it. OpenMP's own barrier either spins on, which is slow as soon as another program takes a core,
+// or sleeps at once, which costs more than a small layer itself.
+class Barrier {
+ public:
+  void wait(int num_threads) {
+    const int before = turn_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads) {
+      arrived_.store(0, std::memory_order_relaxed);
+      turn_.fetch_add(1, std::memory_order_release);
+      return;
+    }
+    for (int i = 0; turn_.load(std::memory_order_acquire) == before; i++) {
+      if (i >= SPINS) sched_yield();
+#ifdef FOREWORD_AVX2
+      else _mm_pause();
+#endif
+    }
+  }
+
+ private:
+  static constexpr int SPINS = 1000;
+  std::atomic<int> arrived_{0}, turn_{0};
+};
+
+// One thread of the region.
+struct Member {
+  int id, num_threads;
+  Barrier& barrier;
+  int64_t first(int64_t n) const { return n * id / num_threads; }
+  int64_t last(int64_t n) const { return n * (id + 1) / num_threads; }
+  void wait() const { barrier.wait(num_threads); }
+};
+
 // Calls f with the matrix's kind as a compile-time number.
 template <class F>
 void with_kind(int64_t kind, F f) {
@@ -318,12 +354,13 @@ struct Room {
 
 // One thread's share of y[rows, n] (+)= x[rows, k] w^T.
 template <bool ADD>
-void share_of_linear(const Matrix& w, const float* x, float* y, int64_t rows, const float* bias, const Room& room) {
+void share_of_linear(const Matrix& w, const float* x, float* y, int64_t rows, const float* bias, const Room& room,
+                     const Member& me) {
   with_kind(w.kind, [&](auto kind) {
     constexpr int K = decltype(kind)::value;
     float* products = room.products;
-#pragma omp for schedule(static)
-    for (int64_t strip_at = 0; strip_at < (w.n + WIDE - 1) / WIDE; strip_at++) {
+    const int64_t strips = (w.n + WIDE - 1) / WIDE;
+    for (int64_t strip_at = me.first(strips); strip_at < me.last(strips); strip_at++) {
       const int64_t first = strip_at * WIDE, count = std::min<int64_t>(WIDE, w.n - first);
       strip<K>(row_of(w, first, block_bytes<K>()), count, x, w.k, products, WIDE, rows, room.weights);
       for (int64_t r = 0; r < rows; r++)
@@ -333,16 +370,17 @@ void share_of_linear(const Matrix& w, const float* x, float* y, int64_t rows, co
         }
     }
   });
+  me.wait();
 }
 
 // act[rows, inter] = silu(gate) * up, a strip of both matrices at a time.
-void share_of_gate_up(const Matrix& w, const float* x, float* act, int64_t rows, const Room& room) {
+void share_of_gate_up(const Matrix& w, const float* x, float* act, int64_t rows, const Room& room, const Member& me) {
   with_kind(w.kind, [&](auto kind) {
     constexpr int K = decltype(kind)::value;
     const int64_t inter = w.n / 2;
     float *gate = room.products, *up = room.more_products;
-#pragma omp for schedule(static)
-    for (int64_t strip_at = 0; strip_at < (inter + WIDE - 1) / WIDE; strip_at++) {
+    const int64_t strips = (inter + WIDE - 1) / WIDE;
+    for (int64_t strip_at = me.first(strips); strip_at < me.last(strips); strip_at++) {
       const int64_t first = strip_at * WIDE, count = std::min<int64_t>(WIDE, inter - first);
       strip<K>(row_of(w, first, block_bytes<K>()), count, x, w.k, gate, WIDE, rows, room.weights);
       strip<K>(row_of(w, inter + first, block_bytes<K>()), count, x, w.k, up, WIDE, rows, room.weights);
@@ -353,11 +391,12 @@ void share_of_gate_up(const Matrix& w, const float* x, float* act, int64_t rows,
         }
     }
   });
+  me.wait();
 }
 
-void share_of_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t n, float eps) {
-#pragma omp for schedule(static)
-  for (int64_t r = 0; r < rows; r++) {
+void share_of_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t n, float eps,
+                   const Member& me) {
+  for (int64_t r = me.first(rows); r < me.last(rows); r++) {
     float total = 0;
 #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < n; i++) total += x[r * n + i] * x[r * n + i];
@@ -365,6 +404,7 @@ void share_of_norm(const float* x, const float* weight, float* out, int64_t rows
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) out[r * n + i] = x[r * n + i] * scale * weight[i];
   }
+  me.wait();
 }
 
 typedef float v8 __attribute__((vector_size(32)));
@@ -417,10 +457,9 @@ inline KV store(float f) {
 
 // Rotary over half-split pairs, in place for queries; keys and values go to the pool.
 template <class KV>
-void share_of_rotary(const Model& m, const Layer& layer, const Step& s, float* qkv) {
+void share_of_rotary(const Model& m, const Layer& layer, const Step& s, float* qkv, const Member& me) {
   const int64_t d = m.head_dim, half = d / 2, heads = m.q_heads + 2 * m.kv_heads;
-#pragma omp for schedule(static)
-  for (int64_t item = 0; item < s.num_rows * heads; item++) {
+  for (int64_t item = me.first(s.num_rows * heads); item < me.last(s.num_rows * heads); item++) {
     const int64_t r = item / heads, h = item % heads;
     float* v = qkv + (r * heads + h) * d;
     if (h < m.q_heads + m.kv_heads) {
@@ -439,6 +478,7 @@ void share_of_rotary(const Model& m, const Layer& layer, const Step& s, float* q
     KV* pool = static_cast<KV*>(is_key ? layer.k_pool : layer.v_pool) + (s.slots[r] * m.kv_heads + kv_head) * d;
     for (int64_t i = 0; i < d; i++) pool[i] = store<KV>(v[i]);
   }
+  me.wait();
 }
 
 // A piece of a row's keys for one key-value head: unnormalised output, sum and maximum of each query head.
@@ -508,10 +548,9 @@ void attend_any(const Model& m, const Layer& layer, const Step& s, const float* 
 
 // Put a row's pieces together: attn [rows, q_heads * head_dim].
 void share_of_merge(const Model& m, const std::vector<Piece>& pieces, const std::vector<int64_t>& first_piece,
-                    const float* partial, float* attn, int64_t rows) {
+                    const float* partial, float* attn, int64_t rows, const Member& me) {
   const int64_t d = m.head_dim, group = m.q_heads / m.kv_heads;
-#pragma omp for schedule(static)
-  for (int64_t item = 0; item < rows * m.q_heads; item++) {
+  for (int64_t item = me.first(rows * m.q_heads); item < me.last(rows * m.q_heads); item++) {
     const int64_t r = item / m.q_heads, h = item % m.q_heads, kv_head = h / group, g = h % group;
     float greatest = -INFINITY, total = 0, acc[MAX_HEAD_DIM] = {};
     const auto part = [&](int64_t i) { return partial + (i * group + g) * (d + 2); };
@@ -526,6 +565,7 @@ void share_of_merge(const Model& m, const std::vector<Piece>& pieces, const std:
     }
     for (int64_t j = 0; j < d; j++) attn[item * d + j] = acc[j] / total;
   }
+  me.wait();
 }
 
 template <class KV>
@@ -547,24 +587,27 @@ void run_layers(const Model& m, const Step& s, int threads) {
   const int64_t longest = std::max({m.hidden, m.inter, m.q_heads * d});
   const int64_t room_size = WIDE * longest + 2 * rows * WIDE;
   std::vector<float> rooms(threads * room_size);
+  std::vector<std::atomic<int64_t>> next_piece(m.num_layers);
+  Barrier barrier;
   // No exception may leave a parallel region, so nothing is allocated in it.
 #pragma omp parallel num_threads(threads)
   {
-    float* own = rooms.data() + omp_get_thread_num() * room_size;
+    const Member me = {omp_get_thread_num(), omp_get_num_threads(), barrier};
+    float* own = rooms.data() + me.id * room_size;
     const Room room = {own, own + WIDE * longest, own + WIDE * longest + rows * WIDE};
     for (int64_t l = 0; l < m.num_layers; l++) {
       const Layer& layer = m.layers[l];
-      share_of_norm(s.x, layer.input_norm, normed.data(), rows, m.hidden, m.eps);
-      share_of_linear<false>(layer.qkv, normed.data(), qkv.data(), rows, layer.qkv_bias, room);
-      share_of_rotary<KV>(m, layer, s, qkv.data());
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < num_pieces; i++)
+      share_of_norm(s.x, layer.input_norm, normed.data(), rows, m.hidden, m.eps, me);
+      share_of_linear<false>(layer.qkv, normed.data(), qkv.data(), rows, layer.qkv_bias, room, me);
+      share_of_rotary<KV>(m, layer, s, qkv.data(), me);
+      for (int64_t i; (i = next_piece[l].fetch_add(1, std::memory_order_relaxed)) < num_pieces;)
         attend_any<KV>(m, layer, s, qkv.data(), pieces[i], partial.data() + i * group * (d + 2));
-      share_of_merge(m, pieces, first_piece, partial.data(), attn.data(), rows);
-      share_of_linear<true>(layer.o, attn.data(), s.x, rows, nullptr, room);
-      share_of_norm(s.x, layer.post_norm, normed.data(), rows, m.hidden, m.eps);
-      share_of_gate_up(layer.gate_up, normed.data(), act.data(), rows, room);
-      share_of_linear<true>(layer.down, act.data(), s.x, rows, nullptr, room);
+      me.wait();
+      share_of_merge(m, pieces, first_piece, partial.data(), attn.data(), rows, me);
+      share_of_linear<true>(layer.o, attn.data(), s.x, rows, nullptr, room, me);
+      share_of_norm(s.x, layer.post_norm, normed.data(), rows, m.hidden, m.eps, me);
+      share_of_gate_up(layer.gate_up, normed.data(), act.data(), rows, room, me);
+      share_of_linear<true>(layer.down, act.data(), s.x, rows, nullptr, room, me);
     }
   }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -476,6 +477,36 @@ def test_keep_alive_comments_come_before_the_first_token(server: Server) -> None
     reply = server.post("/v1/chat/completions", **body)
     comments = reply.text.split("data: ")[0:3]
     assert sum(part.count(": keep-alive") for part in comments) >= 2
+
+
+def test_eight_streams_at_once_interleave_and_say_what_each_says_alone(server: Server) -> None:
+    words = ("lamp", "bread", "green", "nine", "oil", "flour", "night", "dough")
+
+    def body(word: str) -> dict[str, Any]:
+        return chat_body(f"Repeat the word {word} three times.", max_tokens=16, stream=True, ignore_eos=True)
+
+    def text_of(lines: list[str]) -> str:
+        chunks = [json.loads(x.removeprefix("data: ")) for x in lines if x.startswith("data: {")]
+        return "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+
+    alone = [text_of(server.post("/v1/chat/completions", **body(w)).text.splitlines()) for w in words]
+    order: list[str] = []
+
+    async def one(client: httpx.AsyncClient, word: str) -> str:
+        lines = []
+        async with client.stream("POST", "/v1/chat/completions", json=body(word)) as reply:
+            async for line in reply.aiter_lines():
+                lines.append(line)
+                order.append(word)
+        return text_of(lines)
+
+    async def all_at_once() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            return list(await asyncio.gather(*(one(client, w) for w in words)))
+
+    assert asyncio.run(all_at_once()) == alone
+    switches = sum(a != b for a, b in itertools.pairwise(order))
+    assert switches > 3 * len(words), "the streams came one after the other"
 
 
 def test_request_ids_are_echoed_and_never_keys(server: Server) -> None:
