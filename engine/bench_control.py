@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from engine.api import BLOCK_SIZE, EngineRequest, SamplingParams, Segment
@@ -123,17 +124,17 @@ def bench_tree() -> list[dict[str, float]]:
         for _ in range(100):
             layout, ids = laid_out(known)
             layout.make_keys(ids, layout.num_sealed(len(ids) - 1), cache._scope_ids)
-            spent, (allocation, _) = timed(lambda layout=layout, ids=ids: cache.open(layout, ids))  # type: ignore[misc]
+            spent, (allocation, _) = timed(partial(cache.open, layout, ids))
             match.append(spent)
             cache.close(allocation)
             layout, ids = laid_out(prompt(rng))
             allocation, _ = cache.open(layout, ids)
             cache.reserve(allocation, len(ids))
             layout.make_keys(ids, layout.num_sealed(len(ids)), cache._scope_ids)
-            spent, _ = timed(lambda a=allocation, ids=ids: cache.commit(a, ids, len(ids)))  # type: ignore[misc]
+            spent, _ = timed(partial(cache.commit, allocation, ids, len(ids)))
             insert.append(spent)
             cache.close(allocation)
-            spent, blocks = timed(lambda: cache._tree.evict(PASSAGE * PASSAGES))
+            spent, blocks = timed(partial(cache._tree.evict, PASSAGE * PASSAGES))
             evict.append(spent)
             cache._allocator.free(blocks)
         medians = [statistics.median(x) for x in (match, insert, evict)]

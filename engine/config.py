@@ -20,7 +20,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     enable_chunked_prefill: bool = True
     """Split long prompts over steps, so that running answers go on meanwhile."""
     max_num_seqs: int = 64
-    """Most requests that run at once."""
+    """Most requests that run at once; never more than half of max_num_batched_tokens."""
     max_num_batched_tokens: int | None = None
     """Token budget of one step. Default: 512, or max_model_len where chunked prefill is off."""
     mixed_token_budget: int | None = None
@@ -48,6 +48,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < 32:
             raise ValueError(f"kv_cache_tokens must be at least 32, got {self.kv_cache_tokens}")
+        if self.mixed_token_budget is not None and not self.enable_chunked_prefill:
+            raise ValueError("mixed_token_budget needs enable_chunked_prefill, since it makes chunks smaller")
         if self.pinned_tokens is not None and self.pinned_tokens < 0:
             raise ValueError(f"pinned_tokens must be 0 or more, got {self.pinned_tokens}")
         if self.dtype not in DTYPES:

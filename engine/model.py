@@ -13,7 +13,7 @@ from kernels.batch import AttentionBatch
 from kernels.cpu_decoder import CpuDecoder, LayerWeights
 from kernels.dispatch import AttentionBackend
 from kernels.ops import rms_norm, rotary_tables, rotate, silu_gate, write_kv
-from kernels.weights import BLOCK, BlockKind, BlockWeight, DenseWeight, Scratch, Weight, quantize, stack
+from kernels.weights import BLOCK, BlockKind, BlockWeight, DenseWeight, Scratch, Table, Weight, quantize, stack
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ class WeightMaker:
         self.dtype, self.device, self._kind = dtype, device, kind
         self._scratch = Scratch()
 
-    def matrix(self, name: str, value: torch.Tensor | Blocks) -> Weight:
+    def matrix(self, name: str, value: torch.Tensor | Blocks) -> Table:
         """A matrix. Tables of token embeddings are never kept in fewer than eight bits."""
         if isinstance(value, Blocks):
             return BlockWeight(BlockKind(value.kind), value.data, self.dtype, self._scratch)
@@ -170,7 +170,7 @@ class _Store:
     """A checkpoint's weights by name, made as they are read, so that no more than one is in memory twice."""
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor | Blocks]], maker: WeightMaker) -> None:
-        self._matrices: dict[str, Weight] = {}
+        self._matrices: dict[str, Table] = {}
         self._vectors: dict[str, torch.Tensor] = {}
         for name, value in weights:
             if isinstance(value, Blocks) or value.dim() == 2:
@@ -181,7 +181,7 @@ class _Store:
     def __contains__(self, name: str) -> bool:
         return name in self._matrices or name in self._vectors
 
-    def matrix(self, name: str) -> Weight:
+    def matrix(self, name: str) -> Table:
         """Take a matrix out."""
         return _take(self._matrices, name)
 

@@ -131,7 +131,7 @@ class EngineServer:
             return self._core.step()
         except torch.AcceleratorError:
             raise
-        except Exception as e:
+        except Exception as e:  # a fault of ours in one step must not cost the server its engine and its cache
             traceback.print_exc()
             return self._core.fail_all(f"the engine failed in a step: {type(e).__name__}: {e}")
 

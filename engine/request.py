@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.api import EngineRequest, FinishReason, RequestStats, TokenCounts
+from engine.api import MAX_PRIORITY, EngineRequest, FinishReason, RequestStats, TokenCounts
 from engine.cache import Allocation
 from engine.layout import BlockLayout, segment_spans
 
@@ -134,3 +134,16 @@ class Request:
 
 def _counts(prefix: int, total: int) -> TokenCounts:
     return TokenCounts(prefix=prefix, computed=total - prefix)
+
+
+def check_source(source: EngineRequest) -> None:
+    """Raise `ValueError` for a prompt without tokens, a scope that widens, or a priority out of range."""
+    if not -MAX_PRIORITY <= source.priority <= MAX_PRIORITY:
+        raise ValueError(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {source.priority}")
+    if not source.segments or not all(s.token_ids for s in source.segments):
+        raise ValueError("the prompt is empty, or has an empty segment")
+    scope = source.segments[0].scope
+    for segment in source.segments:
+        if scope not in (segment.scope, "shared"):
+            raise ValueError(f"a segment of scope {segment.scope!r} stands behind one of scope {scope!r}")
+        scope = segment.scope

@@ -23,16 +23,12 @@ import random
 from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import attrgetter
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from engine.api import MAX_PRIORITY, EngineRequest, FinishReason
+from engine.api import EngineRequest, FinishReason
 from engine.cache import CacheManager
-from engine.request import Request
+from engine.record import make_record
+from engine.request import Request, check_source
 from engine.step import ScheduledRequest, SchedulerOutput, StepResult, TokenEvent
 
 MAX_TRIES = 3
@@ -83,7 +79,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_num_seqs = min(max_num_seqs, max(1, max_num_batched_tokens // 2))
         self._token_budget = max_num_batched_tokens
-        self._mixed_budget = mixed_token_budget if enable_chunked_prefill else None
+        self._mixed_budget = mixed_token_budget
         self._chunked = enable_chunked_prefill
         self._eos = eos_token_ids
         self._random = random.Random(seed)
@@ -118,7 +114,7 @@ class Scheduler:
         """
         if source.request_id in self._by_id:
             raise ValueError(f"request_id {source.request_id!r} is in use")
-        _check_source(source)
+        check_source(source)
         n = source.num_prompt_tokens
         if n >= self._max_model_len:
             raise ValueError(f"the prompt has {n} tokens; max_model_len is {self._max_model_len}, output included")
@@ -193,7 +189,7 @@ class Scheduler:
                     left -= n
         if not was_preempted:
             self._admit(chosen, left)
-        return SchedulerOutput(tuple(self._record(r, n) for r, n in chosen.items()))
+        return SchedulerOutput(tuple(make_record(r, n) for r, n in chosen.items()))
 
     def update(self, output: SchedulerOutput, results: Mapping[int, StepResult]) -> list[TokenEvent]:
         """Take a step's results, by key: of each request that needed a token or prompt log-probabilities, or failed."""
@@ -358,60 +354,3 @@ class Scheduler:
             self.counters.failed += 1
         else:
             self.counters.finished += 1
-
-    def _record(self, request: Request, n: int) -> ScheduledRequest:
-        """What the runner sees of a request. This runs for each request in each step, so it is kept short."""
-        allocation, layout = request.allocation, request.layout
-        assert allocation is not None
-        first = request.num_computed_tokens
-        last = first + n
-        starts, valids = layout.columns(last)
-        ids = allocation.block_ids.first(len(starts)).copy()
-        return ScheduledRequest(
-            request.key,
-            tuple(request.token_ids[first:last]),
-            first,
-            layout.slots(ids, first, last),
-            ids,
-            starts,
-            valids,
-            _zeros(len(starts)),
-            last == len(request.token_ids),
-            request.source.params,
-            request.seed,
-            len(request.token_ids) - request.num_prompt_tokens,
-            request.index,
-            **(self._extras(request, first, last) if request.needs_extras else {}),
-        )
-
-    def _extras(self, request: Request, first: int, last: int) -> dict[str, Any]:
-        """What only some sampling parameters need."""
-        params, made = request.source.params, request.token_ids[request.num_prompt_tokens :]
-        extras: dict[str, Any] = {"prompt_ids": request.prompt_ids}
-        if len(made) < params.min_tokens:
-            extras["banned_ids"] = request.banned_ids
-        if params.has_penalties:
-            extras["output_ids"] = np.asarray(made, np.int64)
-        if request.wants_prompt_logprobs:
-            extras["prompt_targets"] = tuple(request.token_ids[first + 1 : min(last + 1, request.num_prompt_tokens)])
-        return extras
-
-
-@lru_cache(maxsize=4096)
-def _zeros(n: int) -> npt.NDArray[np.int32]:
-    out = np.zeros(n, np.int32)
-    out.flags.writeable = False
-    return out
-
-
-def _check_source(source: EngineRequest) -> None:
-    """Raise `ValueError` for a prompt without tokens, a scope that widens, or a priority out of range."""
-    if not -MAX_PRIORITY <= source.priority <= MAX_PRIORITY:
-        raise ValueError(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {source.priority}")
-    if not source.segments or not all(s.token_ids for s in source.segments):
-        raise ValueError("the prompt is empty, or has an empty segment")
-    scope = source.segments[0].scope
-    for segment in source.segments:
-        if scope not in (segment.scope, "shared"):
-            raise ValueError(f"a segment of scope {segment.scope!r} stands behind one of scope {scope!r}")
-        scope = segment.scope

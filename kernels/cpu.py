@@ -32,7 +32,7 @@ class NoKernels(Exception):
 @lru_cache(maxsize=1)
 def load_kernels() -> ctypes.CDLL:
     """The library, compiled if it is not in the cache. Raises `NoKernels`."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    compiler = find_compiler()
     if compiler is None:
         raise NoKernels("no C++ compiler (g++) was found")
     torch.get_num_threads()  # torch's OpenMP must be in the process before ours asks for one
@@ -48,6 +48,11 @@ def load_kernels() -> ctypes.CDLL:
     library.foreword_dequantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_int]
     library.foreword_layers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     return library
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that `CXX` names, else g++, if there is one."""
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def check(code: int) -> None:

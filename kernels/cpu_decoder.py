@@ -160,9 +160,9 @@ def _layer(layer: LayerWeights, k: torch.Tensor, v: torch.Tensor) -> Any:
 
 def _matrix(weight: Weight) -> Any:
     if isinstance(weight, BlockWeight):
-        return _Matrix(int(weight._kind), weight._blocks.data_ptr(), *weight.shape)
+        return _Matrix(int(weight.kind), weight.blocks.data_ptr(), *weight.shape)
     if isinstance(weight, DenseWeight) and weight.shape[1] % BLOCK == 0:
-        value = weight._value
+        value = weight.value
         if value.dtype in _KINDS and value.is_contiguous():
             return _Matrix(_KINDS[value.dtype], value.data_ptr(), *weight.shape)
     raise ValueError("no C++ layers for a matrix that is joined, of another type, or not of whole blocks")

@@ -50,6 +50,10 @@ class Weight(Protocol):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [M, num_columns] times the transpose: [M, num_rows], of x's type."""
 
+
+class Table(Weight, Protocol):
+    """A matrix whose rows are looked up too, as token embeddings are."""
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Some rows [len(ids), num_columns], for an embedding table. Args: ids int64 [T]."""
 
@@ -58,25 +62,25 @@ class DenseWeight:
     """A plain tensor."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._value = value
+        self.value = value
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, columns)"""
-        return (self._value.shape[0], self._value.shape[1])
+        return (self.value.shape[0], self.value.shape[1])
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        return self._value.numel() * self._value.itemsize
+        return self.value.numel() * self.value.itemsize
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [M, num_columns] times the transpose."""
-        return F.linear(x, self._value, bias)
+        return F.linear(x, self.value, bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Some rows."""
-        return self._value[ids]
+        return self.value[ids]
 
 
 class Scratch:
@@ -101,8 +105,8 @@ class BlockWeight:
     """
 
     def __init__(self, kind: BlockKind, blocks: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> None:
-        self._kind, self._dtype, self._scratch = kind, dtype, scratch
-        self._blocks = blocks.contiguous()
+        self.kind, self.dtype, self.scratch = kind, dtype, scratch
+        self.blocks = blocks.contiguous()
         num_rows, row_bytes = blocks.shape
         if row_bytes % kind.num_bytes:
             raise ValueError(f"rows of {row_bytes} bytes are no whole number of {kind.name} blocks")
@@ -112,18 +116,18 @@ class BlockWeight:
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        return self._blocks.numel()
+        return self.blocks.numel()
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [M, num_columns] times the transpose."""
         if len(x) > MAX_KERNEL_ROWS:
-            return F.linear(x, self._unpack(self._blocks, self._scratch.take(*self.shape)).to(x.dtype), bias)
+            return F.linear(x, self._unpack(self.blocks, self.scratch.take(*self.shape)).to(x.dtype), bias)
         rows = x.float().contiguous()
         out = torch.empty(len(x), self.shape[0])
         threads = torch.get_num_threads()
         check(
             self._library.foreword_linear(
-                self._kind, _at(self._blocks), _at(rows), _at(out), len(x), *self.shape, threads
+                self.kind, _at(self.blocks), _at(rows), _at(out), len(x), *self.shape, threads
             )
         )
         out = out.to(x.dtype)
@@ -131,16 +135,16 @@ class BlockWeight:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Some rows."""
-        picked = self._blocks[ids]
-        return self._unpack(picked, torch.empty(len(ids), self.shape[1])).to(self._dtype)
+        picked = self.blocks[ids]
+        return self._unpack(picked, torch.empty(len(ids), self.shape[1])).to(self.dtype)
 
     def dequantize(self) -> torch.Tensor:
         """All of it as float32."""
-        return self._unpack(self._blocks, torch.empty(self.shape))
+        return self._unpack(self.blocks, torch.empty(self.shape))
 
     def _unpack(self, blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        num_blocks = blocks.numel() // self._kind.num_bytes
-        check(self._library.foreword_dequantize(self._kind, _at(blocks), _at(out), num_blocks, torch.get_num_threads()))
+        num_blocks = blocks.numel() // self.kind.num_bytes
+        check(self._library.foreword_dequantize(self.kind, _at(blocks), _at(out), num_blocks, torch.get_num_threads()))
         return out
 
 
@@ -161,19 +165,15 @@ class JoinedWeight:
         out = torch.cat([p.linear(x) for p in self._parts], dim=-1)
         return out if bias is None else out + bias
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Not for tables. Raises `NotImplementedError`."""
-        raise NotImplementedError("a joined matrix is no embedding table")
-
 
 def stack(weights: Sequence[Weight]) -> Weight:
     """One matrix of several with the same columns, one below the other: one product instead of several."""
     first = weights[0]
     if isinstance(first, DenseWeight) and all(isinstance(w, DenseWeight) for w in weights):
-        return DenseWeight(torch.cat([w._value for w in weights if isinstance(w, DenseWeight)]))
-    if isinstance(first, BlockWeight) and all(isinstance(w, BlockWeight) and w._kind == first._kind for w in weights):
-        blocks = torch.cat([w._blocks for w in weights if isinstance(w, BlockWeight)])
-        return BlockWeight(first._kind, blocks, first._dtype, first._scratch)
+        return DenseWeight(torch.cat([w.value for w in weights if isinstance(w, DenseWeight)]))
+    if isinstance(first, BlockWeight) and all(isinstance(w, BlockWeight) and w.kind == first.kind for w in weights):
+        blocks = torch.cat([w.blocks for w in weights if isinstance(w, BlockWeight)])
+        return BlockWeight(first.kind, blocks, first.dtype, first.scratch)
     return JoinedWeight(weights)
 
 

@@ -16,7 +16,7 @@ from kernels.cpu_decoder import MAX_ROWS, CpuDecoder
 from kernels.torch_attention import TorchAttention
 from kernels.weights import BlockKind
 
-pytestmark = pytest.mark.skipif(cpu.shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler")
 CPU = torch.device("cpu")
 
 

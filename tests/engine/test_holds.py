@@ -213,7 +213,7 @@ def test_end_of_text_is_the_union_of_all_that_name_it(tiny: Path, tmp_path: Path
 def test_non_finite_logits_end_their_request_only(tiny: Path, expected: list[list[int]]) -> None:
     engine = LLM(str(tiny), dtype="float32", kv_cache_tokens=256)
     poison = 256  # a control token, which no other prompt or answer holds
-    engine.core.runner._model._embed._value[poison] = float("inf")
+    engine.core.runner._model._embed.value[poison] = float("inf")
     bad = (Segment((1, 2, poison)), Segment((poison,) * 40))
     good, ended = engine.generate([PROMPTS[1], bad], GREEDY)
     assert good.token_ids == expected[1]
@@ -229,7 +229,6 @@ class Failing:
 
     def __init__(self, core: EngineCore, token: int, error: Exception) -> None:
         self.inner, self.token, self.error = core.runner.execute, token, error
-        core.runner.execute = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, output: SchedulerOutput) -> Any:
         if any(self.token in r.token_ids for r in output.requests):
@@ -239,10 +238,10 @@ class Failing:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), MemoryError(), RuntimeError("shape")])
 def test_a_failed_forward_ends_the_request_that_makes_it_fail(
-    llm: LLM, expected: list[list[int]], error: Exception
+    llm: LLM, expected: list[list[int]], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison = 256  # a control token, which no answer of the others holds
-    Failing(llm.core, poison, error)
+    monkeypatch.setattr(llm.core.runner, "execute", Failing(llm.core, poison, error))
     bad = (*PROMPTS[0][:2], Segment((1, 2, poison)))
     before, ended, after = llm.generate([PROMPTS[0], bad, PROMPTS[3]], GREEDY)
     assert ended.finish_reason is FinishReason.ERROR
@@ -316,7 +315,7 @@ def test_a_fault_of_the_control_plane_ends_requests_not_the_process(llm: LLM, mo
         def send(self, frame: bytes) -> None:
             sent.append(frame)
 
-    server = EngineServer(llm.core, Socket())  # type: ignore[arg-type]
+    server = EngineServer(llm.core, Socket())
     llm.core.add(EngineRequest("a", PROMPTS[0], GREEDY))
     with monkeypatch.context() as patch:
         patch.setattr(llm.core.scheduler, "schedule", lambda: 1 / 0)

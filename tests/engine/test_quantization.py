@@ -13,7 +13,7 @@ from engine.runner import weight_plan
 from kernels import cpu
 from kernels.weights import BlockWeight
 
-pytestmark = pytest.mark.skipif(cpu.shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler")
 PROMPT = [1 + 7 * i % 250 for i in range(60)]
 
 

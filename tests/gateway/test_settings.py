@@ -39,6 +39,7 @@ def test_flags_beat_variables_beat_file_beat_defaults(tmp_path: Path) -> None:
         ({}, {"FOREWORD_MAX_MODEL_LEN": "many"}, "max_model_len is 'many'"),
         ({"dtype": "int3"}, {}, "dtype must be one of"),
         ({"quantization": "int3"}, {}, "quantization must be one of"),
+        ({"enable_chunked_prefill": "false", "mixed_token_budget": "9"}, {}, "mixed_token_budget needs"),
         ({"config": "/nowhere.toml"}, {}, "cannot read /nowhere.toml"),
     ],
 )

@@ -15,7 +15,7 @@ from gguf.quants import dequantize
 from kernels import cpu
 from kernels.weights import MAX_KERNEL_ROWS, BlockKind, BlockWeight, DenseWeight, JoinedWeight, Scratch, quantize, stack
 
-pytestmark = pytest.mark.skipif(cpu.shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler")
 
 
 def random_blocks(kind: BlockKind, num_rows: int, num_columns: int, seed: int = 0) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_without_avx2_the_numbers_are_the_same(tmp_path: Path) -> None:
         if cpu.platform.machine() == "x86_64"
         else [*cpu.FLAGS]
     )
-    subprocess.run(["g++", *flags, str(cpu.SOURCE), "-o", str(out)], check=True, capture_output=True)
+    subprocess.run([str(cpu.find_compiler()), *flags, str(cpu.SOURCE), "-o", str(out)], check=True, capture_output=True)
     library = ctypes.CDLL(str(out))
     library.foreword_linear.argtypes = cpu.load_kernels().foreword_linear.argtypes
     x = torch.randn(11, 96)
