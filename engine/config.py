@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
 
@@ -33,6 +34,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Weights and KV: float32, bfloat16, float16, or auto: bfloat16 where the device is fast at it, else float32."""
     quantization: str = "auto"
     """Weights: auto (a GGUF file's Q8_0, Q4_0 and Q4_1 blocks stay as they are), none (dense), int8, int4."""
+    kv_cache_dtype: str = "auto"
+    """Keys and values: auto (the type of dtype), or int8 with a scale for each token and head, on a CPU."""
+    deterministic: bool = False
+    """Same greedy text to the last bit whatever is cached, in the batch, or preempted; on a CPU, by the C++ layers."""
     seed: int = 0
     """Seed of the engine's own random numbers, for requests that bring none."""
     num_threads: int | None = None
@@ -56,5 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}")
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {self.num_threads}")

@@ -149,7 +149,7 @@ class EngineCore:
             vocab_size=self.runner.model_config.vocab_size,
             dtype=str(self.runner.dtype).removeprefix("torch."),
             device=self.runner.device.type,
-            attention=f"{self.runner.attention_note}; small steps: {self.runner.decoder_note}",
+            attention=f"{self.runner.attention_note}; layers: {self.runner.decoder_note}",
             weights=self.runner.weights_note,
         )
 

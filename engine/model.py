@@ -10,10 +10,20 @@ import torch
 
 from engine.checkpoint import Blocks, CheckpointError, ModelConfig
 from kernels.batch import AttentionBatch
-from kernels.cpu_decoder import CpuDecoder, LayerWeights
+from kernels.cpu_decoder import CpuDecoder, LayerWeights, PoolTensors
 from kernels.dispatch import AttentionBackend
 from kernels.ops import rms_norm, rotary_tables, rotate, silu_gate, write_kv
-from kernels.weights import BLOCK, BlockKind, BlockWeight, DenseWeight, Scratch, Table, Weight, quantize, stack
+from kernels.weights import (
+    BLOCK,
+    BlockKind,
+    BlockWeight,
+    DenseWeight,
+    OrderedDenseWeight,
+    Table,
+    Weight,
+    quantize,
+    stack,
+)
 
 T = TypeVar("T")
 
@@ -33,12 +43,8 @@ class Layer:
     down: Weight
 
 
-@dataclass(frozen=True, slots=True)
-class KVPool:
-    """Keys and values of all layers, each [num_layers, num_blocks, 16, num_kv_heads, head_dim]. Owner: the runner."""
-
-    k: torch.Tensor
-    v: torch.Tensor
+KVPool = PoolTensors
+"""Keys and values of all layers. Owner: the runner."""
 
 
 class LlamaModel:
@@ -89,12 +95,13 @@ class LlamaModel:
         return rms_norm(x, self._norm, self._config.rms_norm_eps)
 
     def make_decoder(self, pool: KVPool) -> CpuDecoder:
-        """The layers over a pool in C++, for steps of few rows. Raises `ValueError` or `NoKernels`."""
+        """The layers over a pool in C++. Raises `ValueError` or `NoKernels`."""
         c = self._config
         layers = [
             LayerWeights(x.input_norm, x.qkv, x.qkv_bias, x.o, x.post_norm, x.gate_up, x.down) for x in self._layers
         ]
-        return CpuDecoder(layers, pool.k, pool.v, c.num_q_heads, c.rms_norm_eps)
+        inv_freq = torch.from_numpy(c.inv_freq())
+        return CpuDecoder(layers, pool, self._norm, inv_freq, c.num_q_heads, c.rms_norm_eps)
 
     def forward_with(
         self,
@@ -105,10 +112,10 @@ class LlamaModel:
         batch: AttentionBatch,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """The same as `forward`, its layers run by `decoder`, which must be able to."""
+        """The same as `forward`, its layers run by `decoder`."""
         embedded = self._embed.rows(token_ids)
-        x = decoder.run(embedded, self._cos[positions], self._sin[positions], slots, batch)
-        return rms_norm(x[rows].to(embedded.dtype), self._norm, self._config.rms_norm_eps)
+        hidden = decoder.run(embedded, self._cos[positions], self._sin[positions], slots, batch, rows)
+        return hidden.to(embedded.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
@@ -144,26 +151,34 @@ class LlamaModel:
 class WeightMaker:
     """Turns a checkpoint's tensors into weights: dense, or in blocks.
 
-    Args: kind, the block format that matrices are quantized to, or None to leave them as they come.
+    Args: kind, the block format that matrices are quantized to, or None to leave them as they come; is_ordered, whether
+    products of dense ones have one order of additions.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, kind: BlockKind | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, kind: BlockKind | None = None, is_ordered: bool = False
+    ) -> None:
         self.dtype, self.device, self._kind = dtype, device, kind
-        self._scratch = Scratch()
+        self._dense = OrderedDenseWeight if is_ordered else DenseWeight
 
     def matrix(self, name: str, value: torch.Tensor | Blocks) -> Table:
         """A matrix. Tables of token embeddings are never kept in fewer than eight bits."""
         if isinstance(value, Blocks):
-            return BlockWeight(BlockKind(value.kind), value.data, self.dtype, self._scratch)
+            return BlockWeight.pack(BlockKind(value.kind), value.data, self.dtype, _is_fine(name))
         if self._kind is not None and value.shape[1] % BLOCK == 0:
             is_table = "embed" in name or "lm_head" in name
             kind = BlockKind.Q8_0 if is_table else self._kind
-            return BlockWeight(kind, quantize(value, kind), self.dtype, self._scratch)
-        return DenseWeight(value.to(device=self.device, dtype=self.dtype))
+            return BlockWeight.pack(kind, quantize(value, kind), self.dtype, _is_fine(name))
+        return self._dense(value.to(device=self.device, dtype=self.dtype))
 
     def vector(self, value: torch.Tensor) -> torch.Tensor:
         """A vector, as for norms and biases."""
         return value.to(device=self.device, dtype=self.dtype)
+
+
+def _is_fine(name: str) -> bool:
+    """Whether eight bits of a matrix's input lose too much: those of queries, keys and values, and of the logits do."""
+    return any(part in name for part in ("q_proj", "k_proj", "v_proj", "embed", "lm_head"))
 
 
 class _Store:

@@ -18,7 +18,7 @@ from engine.step import ScheduledRequest, SchedulerOutput, StepResult
 from kernels.batch import AttentionBatch
 from kernels.batch import Sequence as Rows
 from kernels.cpu import NoKernels, load_kernels
-from kernels.cpu_decoder import MAX_ROWS, CpuDecoder
+from kernels.cpu_decoder import FEW_ROWS, CpuDecoder
 from kernels.dispatch import make_attention
 from kernels.weights import BlockKind
 
@@ -41,32 +41,37 @@ class ModelRunner:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.max_model_len = _max_model_len(config, self.model_config)
-        self.num_blocks = _num_blocks(config, self.model_config, self.max_model_len, self.dtype)
+        self.kv_dtype = torch.int8 if _is_int8(config) else self.dtype
+        self.num_blocks = _num_blocks(config, self.model_config, self.max_model_len, self.kv_dtype)
         c = self.model_config
         inv_freq = torch.from_numpy(c.inv_freq()).to(self.device)
         self._attention, self.attention_note = make_attention(
             self.device, c.num_q_heads, c.num_kv_heads, c.head_dim, inv_freq
         )
         keep, kind, how = weight_plan(config.quantization, self.device)
-        maker = WeightMaker(self.dtype, self.device, kind)
+        maker = WeightMaker(self.dtype, self.device, kind, config.deterministic)
         self._model = LlamaModel(c, iter_kept_weights(path, c, keep), self._attention, maker)
         self.weights_note = f"{how}, {self._model.num_weight_bytes / 1e6:.0f} MB"
-        shape = (c.num_layers, self.num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
-        self._pool = KVPool(
-            # Written, not only reserved: no page of it is touched for the first time on a user's request.
-            *(torch.empty(shape, dtype=self.dtype, device=self.device).fill_(0) for _ in range(2))
-        )
+        self._pool = _make_pool(c, self.num_blocks, self.kv_dtype, self.device)
+        self._decoder, self.decoder_note = self._make_decoder(config)
+        is_partial = self._decoder is not None and self._decoder.is_dense and not config.deterministic
+        self._decoder_rows = FEW_ROWS if is_partial and self.kv_dtype != torch.int8 else None
+        """Most rows of a step that the C++ layers run; None: any."""
+        if self._decoder_rows is not None:
+            self.decoder_note += f" up to {self._decoder_rows} rows"
 
-        self._decoder, self.decoder_note = self._make_decoder()
-
-    def _make_decoder(self) -> tuple[CpuDecoder | None, str]:
-        """The C++ layers for small steps where they can be had, and in words why not."""
-        if self.device.type != "cpu":
-            return None, "none (the device is no CPU)"
-        try:
-            return self._model.make_decoder(self._pool), f"C++ up to {MAX_ROWS} rows"
-        except (NoKernels, ValueError) as e:
-            return None, f"none ({e})"
+    def _make_decoder(self, config: EngineConfig) -> tuple[CpuDecoder | None, str]:
+        """The C++ layers where they can be had, in words why not. Raises `ValueError` where a setting needs them."""
+        why = "the device is no CPU"
+        if self.device.type == "cpu":
+            try:
+                return self._model.make_decoder(self._pool), "C++"
+            except (NoKernels, ValueError) as e:
+                why = str(e)
+        for name, is_set in (("deterministic", config.deterministic), ("kv_cache_dtype int8", _is_int8(config))):
+            if is_set:
+                raise ValueError(f"{name} is not possible: {why}")
+        return None, f"none ({why})"
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> dict[int, StepResult]:
@@ -119,7 +124,7 @@ class ModelRunner:
         positions = self._ids(np.concatenate([np.arange(r.start, r.start + len(r.token_ids)) for r in requests]))
         slots = self._ids(np.concatenate([r.slots for r in requests]))
         picks = self._ids([first[r.key] + row for r, row in rows])
-        if self._decoder is not None and self._decoder.can_run(batch):
+        if self._decoder is not None and (self._decoder_rows is None or len(slots) <= self._decoder_rows):
             return self._model.forward_with(self._decoder, token_ids, positions, slots, batch, picks)
         return self._model.forward(token_ids, positions, slots, self._attention.plan(batch), self._pool, picks)
 
@@ -170,8 +175,22 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
+def _is_int8(config: EngineConfig) -> bool:
+    return config.kv_cache_dtype == "int8"
+
+
+def _make_pool(model: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+    """Written, not only reserved: no page of it is touched for the first time on a user's request."""
+    shape = (model.num_layers, num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+    k, v = (torch.empty(shape, dtype=dtype, device=device).fill_(0) for _ in range(2))
+    if dtype != torch.int8:
+        return KVPool(k, v)
+    return KVPool(k, v, *(torch.empty(shape[:-1], device=device).fill_(0) for _ in range(2)))
+
+
 def _num_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype) -> int:
     if config.kv_cache_tokens is not None:
         return config.kv_cache_tokens // BLOCK_SIZE
-    bytes_per_block = 2 * model.num_layers * BLOCK_SIZE * model.num_kv_heads * model.head_dim * dtype.itemsize
+    head_bytes = model.head_dim * dtype.itemsize + (4 if dtype == torch.int8 else 0)
+    bytes_per_block = 2 * model.num_layers * BLOCK_SIZE * model.num_kv_heads * head_bytes
     return max(DEFAULT_POOL_BYTES // bytes_per_block, -(-max_model_len // BLOCK_SIZE) + SPARE_BLOCKS)

@@ -65,6 +65,11 @@ def make_parser() -> argparse.ArgumentParser:
         sub.add_argument("names", nargs="*", metavar="NAME")
         sub.set_defaults(run=run)
 
+    bench = commands.add_parser("bench", help="measure servers, or the engine in this process", add_help=False)
+    bench.add_argument("kind", choices=["serve", "engine"])
+    bench.add_argument("rest", nargs=argparse.REMAINDER, help="see `foreword bench serve --help`")
+    bench.set_defaults(run=_bench)
+
     settings = commands.add_parser("settings", help="print all settings as a Markdown table")
     settings.set_defaults(run=lambda _: print(markdown_table()) or 0)
     return parser
@@ -93,6 +98,16 @@ def _ask(args: argparse.Namespace) -> int:
 
     body = {"query": args.question, "collection": args.collection, "top_k": args.top_k, "max_tokens": args.max_tokens}
     return ask(load_settings(vars(args)), body, as_json=args.json)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if args.kind == "serve":
+        from loadtest import serve_bench
+
+        return serve_bench.main(args.rest)
+    from loadtest import engine_bench
+
+    return engine_bench.main(args.rest)
 
 
 def _models_list(_: argparse.Namespace) -> int:

@@ -32,6 +32,9 @@ class Metrics:
         self.queue = Histogram(
             "foreword_queue_time_seconds", "Wait in the engine's queue", registry=r, buckets=_SECONDS
         )
+        self.prefill = Histogram(
+            "foreword_prefill_time_seconds", "From the queue to the first token", registry=r, buckets=_SECONDS
+        )
         self.prompt_tokens = Counter(
             "foreword_prompt_tokens", "Prompt tokens by how they were had", ["kind"], registry=r
         )
@@ -68,6 +71,7 @@ class Metrics:
             self.prompt_tokens.labels("computed").inc(stats.counts.computed)
         self.output_tokens.inc(stats.num_output_tokens)
         self.queue.observe(stats.queue_s)
+        self.prefill.observe(stats.prefill_s)
         self.ttft.observe(ttft_s)
         self.e2e.observe(total_s)
         if stats.num_output_tokens > 1:

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu++17")
+"""What is compiled; it includes cpu_*.h beside it."""
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-std=gnu++17")
 COMPILE_TIMEOUT_S = 120
 OUT_OF_MEMORY = 2
 """Return code of the kernels, as in cpu.cpp."""
@@ -43,10 +44,14 @@ def load_kernels() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as e:
         raise NoKernels(f"{path} cannot be loaded: {e}") from e
-    sizes = [ctypes.c_int64] * 3
-    library.foreword_linear.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 3, *sizes, ctypes.c_int]
-    library.foreword_dequantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_int]
-    library.foreword_layers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    pointers, sizes = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 3
+    library.foreword_linear.argtypes = [ctypes.c_int, *pointers, *sizes, ctypes.c_int, ctypes.c_int]
+    library.foreword_pack.argtypes = [ctypes.c_int, *pointers[:2], *sizes[:2], ctypes.c_int]
+    library.foreword_rows.argtypes = [ctypes.c_int, *pointers, *sizes[:2], ctypes.c_int]
+    library.foreword_layers.argtypes = [*pointers, ctypes.c_int]
+    library.foreword_workspace.restype = ctypes.c_void_p
+    library.foreword_free_workspace.argtypes = [ctypes.c_void_p]
+    library.foreword_free_workspace.restype = None
     return library
 
 
@@ -78,7 +83,8 @@ def _fingerprint(compiler: str) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="ignore").splitlines() if cpuinfo.exists() else [platform.processor()]
     processor = sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
-    state = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, "\n".join(processor).encode()]
+    sources = [p.read_bytes() for p in sorted(SOURCE.parent.glob("cpu*.[ch]*"))]
+    state = [*sources, " ".join(FLAGS).encode(), version, "\n".join(processor).encode()]
     return hashlib.sha256(b"\0".join(state)).hexdigest()[:16]
 
 

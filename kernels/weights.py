@@ -1,8 +1,8 @@
 """A weight matrix and the product with it, in one object, so that a model does not know how its weights are kept.
 
-`DenseWeight` is a plain tensor. `BlockWeight` keeps ggml's blocks of 32 weights as they are in the file, a sixth to a
-quarter of float32's size. A decode step reads every weight once for a few rows, so its time is the weights' size; a
-prefill step of many rows first unpacks the matrix into a buffer that all layers share, and multiplies with that.
+`DenseWeight` is a plain tensor. `BlockWeight` keeps ggml's blocks of 32 weights, the same numbers as in the file, in a
+sixth to a quarter of float32's size. A decode step reads every weight once for a few rows, so its time is the weights'
+size; a prefill step of many rows is bound by arithmetic, which is in whole numbers here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from kernels.cpu import check, load_kernels
 
 BLOCK = 32
 """Weights in a block."""
-MAX_KERNEL_ROWS = 32
-"""Up to this many rows the block kernel is faster than unpacking and multiplying; see README.md."""
+DENSE_KINDS = {torch.float32: 0, torch.bfloat16: 30}
+"""GGUF's numbers of the dense types that the C++ code knows."""
+PANEL = 16
+"""Rows that are kept together, as in cpu_linear.h."""
 
 
 class BlockKind(IntEnum):
@@ -83,68 +85,74 @@ class DenseWeight:
         return self.value[ids]
 
 
-class Scratch:
-    """Room for one unpacked matrix, shared by all of a model's, since they are used one after the other."""
+class OrderedDenseWeight(DenseWeight):
+    """A plain tensor on the CPU whose products have one order of additions: a row's result does not depend on the rows
+    beside it. Slower than torch's for many rows.
 
-    def __init__(self) -> None:
-        self._room = torch.empty(0)
+    Raises `ValueError` for a type or width that the C++ code does not know.
+    """
 
-    def take(self, num_rows: int, num_columns: int) -> torch.Tensor:
-        """A matrix [num_rows, num_columns] of float32 with any content, good until the next call."""
-        size = num_rows * num_columns
-        if self._room.numel() < size:
-            self._room = torch.empty(size)
-        return self._room[:size].view(num_rows, num_columns)
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__(value.contiguous())
+        if value.dtype not in DENSE_KINDS or value.shape[1] % BLOCK:
+            raise ValueError(f"no ordered products for a matrix of {value.dtype} with {value.shape[1]} columns")
+        self._library = load_kernels()
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [M, num_columns] times the transpose."""
+        return _linear(self._library, DENSE_KINDS[self.value.dtype], self.value, self.shape, x, bias)
 
 
 class BlockWeight:
-    """Blocks of 32 weights along each row, on the CPU.
+    """Blocks of 32 weights along each row, on the CPU, in panels of 16 rows (cpu_linear.h). Make it by `pack`.
 
-    Args: blocks uint8 [num_rows, bytes of a row]; dtype, of the results of `rows`. Raises `ValueError` where a row is
-    no whole number of blocks, `NoKernels` without a compiler.
+    Its products round each row of x to eight bits with a scale for every 32 numbers, to sixteen for twice the work where
+    it is fine; a row's result does not depend on the rows beside it.
     """
 
-    def __init__(self, kind: BlockKind, blocks: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> None:
-        self.kind, self.dtype, self.scratch = kind, dtype, scratch
-        self.blocks = blocks.contiguous()
+    def __init__(
+        self, kind: BlockKind, panels: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, is_fine: bool = False
+    ) -> None:
+        self.kind, self.panels, self.shape, self.dtype, self.is_fine = kind, panels, shape, dtype, is_fine
+        self._library = load_kernels()
+
+    @classmethod
+    def pack(cls, kind: BlockKind, blocks: torch.Tensor, dtype: torch.dtype, is_fine: bool = False) -> BlockWeight:
+        """Blocks in a file's order.
+
+        Args: blocks uint8 [num_rows, bytes of a row]; dtype, of the results of `rows`. Raises `ValueError` where a row
+        is no whole number of blocks, `NoKernels` without a compiler.
+        """
         num_rows, row_bytes = blocks.shape
         if row_bytes % kind.num_bytes:
             raise ValueError(f"rows of {row_bytes} bytes are no whole number of {kind.name} blocks")
-        self.shape = (num_rows, row_bytes // kind.num_bytes * BLOCK)
-        self._library = load_kernels()
+        blocks, num_columns = blocks.contiguous(), row_bytes // kind.num_bytes * BLOCK
+        panels = torch.empty(-(-num_rows // PANEL) * PANEL * row_bytes, dtype=torch.uint8)
+        threads = torch.get_num_threads()
+        check(load_kernels().foreword_pack(kind, _at(blocks), _at(panels), num_rows, num_columns, threads))
+        return cls(kind, panels, (num_rows, num_columns), dtype, is_fine)
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        return self.blocks.numel()
+        return self.panels.numel()
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [M, num_columns] times the transpose."""
-        if len(x) > MAX_KERNEL_ROWS:
-            return F.linear(x, self._unpack(self.blocks, self.scratch.take(*self.shape)).to(x.dtype), bias)
-        rows = x.float().contiguous()
-        out = torch.empty(len(x), self.shape[0])
-        threads = torch.get_num_threads()
-        check(
-            self._library.foreword_linear(
-                self.kind, _at(self.blocks), _at(rows), _at(out), len(x), *self.shape, threads
-            )
-        )
-        out = out.to(x.dtype)
-        return out if bias is None else out + bias
+        return _linear(self._library, self.kind, self.panels, self.shape, x, bias, self.is_fine)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Some rows."""
-        picked = self.blocks[ids]
-        return self._unpack(picked, torch.empty(len(ids), self.shape[1])).to(self.dtype)
+        return self._look_up(ids).to(self.dtype)
 
     def dequantize(self) -> torch.Tensor:
         """All of it as float32."""
-        return self._unpack(self.blocks, torch.empty(self.shape))
+        return self._look_up(torch.arange(self.shape[0]))
 
-    def _unpack(self, blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        num_blocks = blocks.numel() // self.kind.num_bytes
-        check(self._library.foreword_dequantize(self.kind, _at(blocks), _at(out), num_blocks, torch.get_num_threads()))
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        ids, out = ids.contiguous(), torch.empty(len(ids), self.shape[1])
+        sizes, threads = (len(ids), self.shape[1]), torch.get_num_threads()
+        check(self._library.foreword_rows(self.kind, _at(self.panels), _at(ids), _at(out), *sizes, threads))
         return out
 
 
@@ -170,11 +178,37 @@ def stack(weights: Sequence[Weight]) -> Weight:
     """One matrix of several with the same columns, one below the other: one product instead of several."""
     first = weights[0]
     if isinstance(first, DenseWeight) and all(isinstance(w, DenseWeight) for w in weights):
-        return DenseWeight(torch.cat([w.value for w in weights if isinstance(w, DenseWeight)]))
-    if isinstance(first, BlockWeight) and all(isinstance(w, BlockWeight) and w.kind == first.kind for w in weights):
-        blocks = torch.cat([w.blocks for w in weights if isinstance(w, BlockWeight)])
-        return BlockWeight(first.kind, blocks, first.dtype, first.scratch)
+        return type(first)(torch.cat([w.value for w in weights if isinstance(w, DenseWeight)]))
+    if isinstance(first, BlockWeight) and all(_is_like(first, w) for w in weights):
+        panels = torch.cat([w.panels for w in weights if isinstance(w, BlockWeight)])
+        shape = (sum(w.shape[0] for w in weights), first.shape[1])
+        return BlockWeight(first.kind, panels, shape, first.dtype, first.is_fine)
     return JoinedWeight(weights)
+
+
+def _linear(
+    library: ctypes.CDLL,
+    kind: int,
+    weight: torch.Tensor,
+    shape: tuple[int, int],
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_fine: bool = False,
+) -> torch.Tensor:
+    rows = x.float().contiguous()
+    out = torch.empty(len(x), shape[0])
+    threads = torch.get_num_threads()
+    check(library.foreword_linear(kind, _at(weight), _at(rows), _at(out), len(x), *shape, is_fine, threads))
+    out = out.to(x.dtype)
+    return out if bias is None else out + bias
+
+
+def _is_like(first: BlockWeight, weight: Weight) -> bool:
+    return isinstance(weight, BlockWeight) and (weight.kind, weight.is_fine, weight.shape[0] % PANEL) == (
+        first.kind,
+        first.is_fine,
+        0,
+    )
 
 
 def _at(tensor: torch.Tensor) -> ctypes.c_void_p:

@@ -19,9 +19,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,7 @@ def _measured(start: float, stamps: list[float], text: str, usage: Row) -> Row:
     first = stamps[0] if stamps else end
     return {
         "ttft_ms": (first - start) * 1e3,
+        "itl_ms": [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)],
         "tpot_ms": (stamps[-1] - first) * 1e3 / max(1, num_out - 1) if stamps else 0.0,
         "e2e_ms": (end - start) * 1e3,
         "num_out": num_out,
@@ -91,7 +94,7 @@ def _measured(start: float, stamps: list[float], text: str, usage: Row) -> Row:
     }
 
 
-def percentile(values: list[float], p: float) -> float:
+def percentile(values: Sequence[float], p: float) -> float:
     """The value at p per cent of the sorted values."""
     return sorted(values)[min(len(values) - 1, round(p / 100 * (len(values) - 1)))]
 

@@ -12,7 +12,7 @@ from engine.checkpoint import ModelConfig
 from engine.model import KVPool, LlamaModel, WeightMaker
 from kernels import cpu
 from kernels.batch import AttentionBatch, Sequence
-from kernels.cpu_decoder import MAX_ROWS, CpuDecoder
+from kernels.cpu_decoder import CpuDecoder
 from kernels.torch_attention import TorchAttention
 from kernels.weights import BlockKind
 
@@ -21,7 +21,13 @@ CPU = torch.device("cpu")
 
 
 def make_model(
-    q_heads: int, kv_heads: int, head_dim: int, kind: BlockKind | None, dtype: torch.dtype, has_bias: bool = False
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    kind: BlockKind | None,
+    dtype: torch.dtype,
+    has_bias: bool = False,
+    is_int8: bool = False,
 ) -> tuple[LlamaModel, KVPool, CpuDecoder]:
     hidden, inter, layers, blocks = 96, 64, 2, 40
     config = ModelConfig(
@@ -50,17 +56,20 @@ def make_model(
             yield f"{at}mlp.up_proj.weight", random(inter, hidden)
             yield f"{at}mlp.down_proj.weight", random(hidden, inter)
 
-    attention = TorchAttention(q_heads, kv_heads, head_dim**-0.5, None, CPU)
+    inv_freq = torch.from_numpy(config.inv_freq())
+    attention = TorchAttention(q_heads, kv_heads, head_dim**-0.5, inv_freq, CPU)
     model = LlamaModel(config, weights(), attention, WeightMaker(dtype, CPU, kind))
     shape = (layers, blocks, 16, kv_heads, head_dim)
-    pool = KVPool(torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
+    kv = [torch.full(shape, 77 if is_int8 else float("nan"), dtype=torch.int8 if is_int8 else dtype) for _ in range(2)]
+    scales = [torch.full(shape[:-1], float("nan")) for _ in range(2)] if is_int8 else []
+    pool = KVPool(*kv, *scales)
     return model, pool, model.make_decoder(pool)
 
 
 def table(first_id: int, sizes: list[int], num_new: int) -> Sequence:
     """A sequence whose blocks hold `sizes` tokens each, the last `num_new` of them new."""
     starts = np.cumsum([0, *sizes[:-1]]).astype(np.int32)
-    ids = (first_id + np.arange(len(sizes))[::-1]).astype(np.int32)
+    ids = (first_id + (np.arange(len(sizes)) ^ 1)).astype(np.int32)  # not in order, and the same as the table grows
     total = sum(sizes)
     zeros = np.zeros(len(sizes), np.int32)
     return Sequence(num_new, total - num_new, ids, starts, np.asarray(sizes, np.int32), zeros)
@@ -77,12 +86,11 @@ def run(model: LlamaModel, decoder: CpuDecoder | None, pool: KVPool, sequences: 
     ids, slots = positions * 7 % 64, torch.tensor([x for s in sequences for x in slots_of(s)])
     rows = torch.arange(len(ids))
     if decoder is not None:
-        assert decoder.can_run(batch)
         return model.forward_with(decoder, ids, positions, slots, batch, rows)
     return model.forward(ids, positions, slots, model._attention.plan(batch), pool, rows)
 
 
-@pytest.mark.parametrize(
+SHAPES = pytest.mark.parametrize(
     ("q_heads", "kv_heads", "head_dim", "kind", "dtype", "has_bias"),
     [
         (9, 3, 64, BlockKind.Q4_1, torch.float32, False),
@@ -93,22 +101,27 @@ def run(model: LlamaModel, decoder: CpuDecoder | None, pool: KVPool, sequences: 
         (4, 2, 64, None, torch.bfloat16, False),
     ],
 )
+LONG = [16] * 18 + [5]
+BEFORE = [table(0, [16, 3, 16, 1], 36), table(8, LONG, sum(LONG))]
+STEPS = [
+    [table(0, [16, 3, 16, 2], 1)],
+    [table(0, [16, 3, 16, 9], 8), table(8, [*LONG[:-1], 6], 1), table(30, [16, 4], 20)],
+    [table(0, [16, 3, 16, 16, 14], 29), table(30, [16, 16, 9], 41), table(8, [*LONG[:-1], 7], 2)],
+]
+
+
+@SHAPES
 def test_cpp_layers_are_the_torch_layers(
     q_heads: int, kv_heads: int, head_dim: int, kind: BlockKind | None, dtype: torch.dtype, has_bias: bool
 ) -> None:
     model, pool, decoder = make_model(q_heads, kv_heads, head_dim, kind, dtype, has_bias)
-    long = [16] * 18 + [5]
-    before = [table(0, [16, 3, 16, 1], 36), table(4, long, sum(long))]
-    for s in before:
+    for s in BEFORE:
         run(model, None, pool, [s])
     k, v = pool.k.clone(), pool.v.clone()
-    steps = [
-        [table(0, [16, 3, 16, 2], 1)],
-        [table(0, [16, 3, 16, 9], 8), table(4, [*long[:-1], 6], 1), table(30, [16, 4], 20)],
-    ]
-    assert sum(s.num_new for s in steps[1]) <= MAX_ROWS
-    tolerance = {"rtol": 1e-4, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 8e-2}
-    for step in steps:
+    # Where a sum differs in its last bits, eight bits of it may round to the other side.
+    exact = {"rtol": 1e-4, "atol": 2e-5} if kind is None else {"rtol": 2e-2, "atol": 3e-2}
+    tolerance = exact if dtype == torch.float32 else {"rtol": 5e-2, "atol": 1e-1}
+    for step in STEPS:
         pool.k.copy_(k)
         pool.v.copy_(v)
         expected = run(model, None, pool, step)
@@ -122,16 +135,81 @@ def test_cpp_layers_are_the_torch_layers(
         torch.testing.assert_close(pool.v, expected_v, equal_nan=True, **tolerance)
 
 
-def test_what_it_cannot_run_goes_the_torch_way() -> None:
+@SHAPES
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_token_depends_on_its_own_sequence_alone(
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    kind: BlockKind | None,
+    dtype: torch.dtype,
+    has_bias: bool,
+    is_int8: bool,
+) -> None:
+    """The same hidden states to the last bit: a prompt whole, cut anywhere, or in company; partly filled blocks too."""
+    model, pool, decoder = make_model(q_heads, kv_heads, head_dim, kind, dtype, has_bias, is_int8)
+    sizes = [16, 16, 7, 16, 16, 16, 16, 16, 16, 16, 9]
+    whole = run(model, decoder, pool, [table(0, sizes, sum(sizes))])
+    for cuts in ([1] * 5 + [150], [30, 1, 1, 100], [39, 17, 16, 15, 14]):
+        pool.k.fill_(0)
+        done, parts = 0, []
+        for i, n in enumerate([*cuts, sum(sizes) - sum(cuts)]):
+            part = sizes_of(sizes, done + n)
+            company = [table(20, [16, 16, 3], 35)] if i % 2 else []
+            parts.append(run(model, decoder, pool, [*company, table(0, part, n)])[35 * len(company) :])
+            done += n
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def sizes_of(sizes: list[int], num: int) -> list[int]:
+    """The blocks that hold a table's first `num` tokens."""
+    out: list[int] = []
+    for size in sizes:
+        if num > 0:
+            out.append(min(size, num))
+        num -= size
+    return out
+
+
+def test_blocks_that_were_moved_are_turned() -> None:
+    model, pool, decoder = make_model(6, 2, 64, None, torch.float32)
+    run(model, None, pool, [table(0, [16, 16, 4], 36)])
+    for num_new in (1, 20):
+        moved = table(0, [16, 16, 4 + num_new], num_new)
+        moved.block_deltas[:2] = (5, -3)
+        k = pool.k.clone()
+        expected = run(model, None, pool, [moved])
+        pool.k.copy_(k)
+        torch.testing.assert_close(run(model, decoder, pool, [moved]), expected, rtol=1e-4, atol=2e-5)
+        still = table(0, [16, 16, 4 + num_new], num_new)
+        assert (run(model, decoder, pool, [still]) - expected).abs().max() > 1e-3, "the deltas changed nothing"
+
+
+def test_an_int8_pool_changes_little() -> None:
+    steps = [[table(0, [16, 16, 4], 36)], [table(0, [16, 16, 5], 1)]]
+    exact, rounded = (
+        torch.cat([run(model, decoder, pool, s) for s in steps])
+        for model, pool, decoder in (make_model(6, 2, 64, None, torch.float32, is_int8=x) for x in (False, True))
+    )
+    assert not torch.equal(exact, rounded)
+    assert float((exact - rounded).norm() / exact.norm()) < 0.01
+
+
+def test_rows_may_be_picked_twice_or_not_at_all() -> None:
     model, pool, decoder = make_model(4, 2, 32, None, torch.float32)
-    moved = table(0, [16, 4], 1)
-    moved.block_deltas[0] = 3
-    assert not decoder.can_run(AttentionBatch((moved,)))
-    assert not decoder.can_run(AttentionBatch((table(0, [16, 16, 16], 33),)))
-    assert decoder.can_run(AttentionBatch((table(0, [16, 16, 16], 32),)))
-    half = KVPool(pool.k.half(), pool.v.half())
+    s = table(0, [16, 16, 16], 48)
+    batch, ids = AttentionBatch((s,)), torch.arange(48) % 64
+    every = run(model, decoder, pool, [s])
+    picks = torch.tensor([47, 3, 47, 0])
+    args = (ids * 0 + torch.arange(48) * 7 % 64, torch.arange(48), torch.tensor(slots_of(s)), batch)
+    assert torch.equal(model.forward_with(decoder, *args, picks), every[picks])
+    assert model.forward_with(decoder, *args, torch.tensor([], dtype=torch.int64)).shape == (0, 96)
+
+
+def test_what_it_cannot_run_is_refused() -> None:
+    model, pool, _ = make_model(4, 2, 32, None, torch.float32)
     with pytest.raises(ValueError, match="float16"):
-        model.make_decoder(half)
+        model.make_decoder(KVPool(pool.k.half(), pool.v.half()))
     with pytest.raises(ValueError, match="18 and 2 heads"):
         make_model(18, 2, 32, None, torch.float32)
 

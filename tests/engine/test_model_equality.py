@@ -28,7 +28,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def llm(model_path: Path) -> LLM:
-    return LLM(str(model_path), dtype="float32", kv_cache_tokens=16384)
+    return LLM(str(model_path), dtype="float32", quantization="none", kv_cache_tokens=16384)
 
 
 def prompts(tokenizer: Any, long: bool) -> list[list[int]]:
@@ -124,9 +124,8 @@ def test_chunks_cache_and_preemption_change_nothing(llm: LLM, model_path: Path) 
     questions = [chat(llm, f"Write one line about {w}.") for w in ("rain", "iron", "maps")]
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     expected = [c.text for c in llm.generate(questions, params)]
-    small = LLM(
-        str(model_path), dtype="float32", kv_cache_tokens=144, max_num_batched_tokens=7, enable_prefix_caching=False
-    )
+    settings = {"kv_cache_tokens": 144, "max_num_batched_tokens": 7, "enable_prefix_caching": False}
+    small = LLM(str(model_path), dtype="float32", quantization="none", **settings)
     assert [c.text for c in small.generate(questions, params)] == expected
     assert small.core.stats().num_preemptions > 0
 

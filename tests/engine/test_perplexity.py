@@ -32,7 +32,7 @@ def perplexity(windows: list[list[int]], logprobs: Callable[[list[int]], list[fl
 def test_perplexity_is_transformers(
     model_path: Path, shared_data: Path, dtype: str, tolerance: float, num_tokens: int
 ) -> None:
-    llm = LLM(str(model_path), dtype=dtype, max_model_len=2048)
+    llm = LLM(str(model_path), dtype=dtype, quantization="none", max_model_len=2048)
     with gzip.open(shared_data / "wikitext2" / "wikitext-2.valid.tokens.txt.gz", "rt", encoding="utf-8") as f:
         ids = llm.core.tokenizer.encode(f.read())
     wanted = int(os.environ.get("FOREWORD_PERPLEXITY_TOKENS", num_tokens)) or len(ids)
