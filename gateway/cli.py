@@ -5,9 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 
-from gateway.models import MODELS, ModelError, fetch_model, is_fetched, model_folder, verify_model
+from gateway.models import (
+    MODELS,
+    ModelError,
+    cache_folder,
+    fetch_model,
+    is_fetched,
+    model_folder,
+    resolve_embedder,
+    verify_model,
+)
 from gateway.settings import SettingsError, add_flags, load_settings, markdown_table
 from retrieval import DEFAULT_COLLECTION
 
@@ -43,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     ingest = commands.add_parser("ingest", help="add files and folders to a collection")
-    ingest.add_argument("paths", nargs="+", metavar="PATH", help="files, folders or globs")
+    ingest.add_argument("paths", nargs="+", metavar="PATH", help="files, folders or globs; - reads standard input")
     ingest.add_argument("--collection", default=DEFAULT_COLLECTION, help="Default: %(default)s.")
     add_flags(ingest, LOCAL)
     ingest.set_defaults(run=_ingest)
@@ -64,6 +74,11 @@ def make_parser() -> argparse.ArgumentParser:
         sub = actions.add_parser(action, help=f"{action} the named models, or all")
         sub.add_argument("names", nargs="*", metavar="NAME")
         sub.set_defaults(run=run)
+
+    evaluation = commands.add_parser("eval", help="measure quality on a data set", add_help=False)
+    evaluation.add_argument("kind", choices=["retrieval"])
+    evaluation.add_argument("rest", nargs=argparse.REMAINDER, help="see `foreword eval retrieval --help`")
+    evaluation.set_defaults(run=_eval_retrieval)
 
     bench = commands.add_parser("bench", help="measure servers, or the engine in this process", add_help=False)
     bench.add_argument("kind", choices=["serve", "engine"])
@@ -98,6 +113,22 @@ def _ask(args: argparse.Namespace) -> int:
 
     body = {"query": args.question, "collection": args.collection, "top_k": args.top_k, "max_tokens": args.max_tokens}
     return ask(load_settings(vars(args)), body, as_json=args.json)
+
+
+def _eval_retrieval(args: argparse.Namespace) -> int:
+    say = partial(print, file=sys.stderr)
+
+    def resolve(name: str | None) -> str:
+        g = load_settings({"embedder": name}).gateway
+        return resolve_embedder(g.embedder, offline=g.offline, say=say, verbose=True)
+
+    from retrieval import run_evaluation
+
+    try:
+        return run_evaluation(args.rest, resolve, cache_folder() / "eval", say)
+    except ValueError as e:
+        print(f"foreword: {e}", file=sys.stderr)
+        return 2
 
 
 def _bench(args: argparse.Namespace) -> int:

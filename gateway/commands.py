@@ -20,10 +20,11 @@ from gateway.rag import RagPipeline
 from gateway.retrieval_client import RetrievalClient, RetrievalDead
 from gateway.schemas import RagRequest
 from gateway.settings import Settings, SettingsError
-from retrieval import IngestRequest, JobState, SourceFile
+from retrieval import SUPPORTED, IngestRequest, JobState, SourceFile
 
-SUFFIXES = frozenset({".txt", ".text", ".rst", ".md", ".markdown", ".html", ".htm", ".pdf"})
-"""What a folder is searched for; a file named by itself is always tried."""
+SKIPPED_FOLDERS = frozenset({"node_modules", "__pycache__", "venv"})
+"""Never looked into, as is every folder whose name begins with a dot, unless it is named itself."""
+STDIN = Path("/dev/stdin")
 TIMEOUT = httpx.Timeout(5.0, read=600.0)
 NamedFile = tuple[str, Path]
 Send = Callable[[str, bytes], list[str]]
@@ -67,24 +68,38 @@ def ingest_url(url: str, named: Sequence[NamedFile], collection: str) -> list[st
 
 def document_id(collection: str, path: Path) -> str:
     """The id of a file's document: files of the same name in two folders are two documents, the same file is one."""
-    return hashlib.sha256(f"{collection}\0{path.resolve()}".encode()).hexdigest()[:16]
+    place = "stdin" if path == STDIN else str(path.resolve())
+    return hashlib.sha256(f"{collection}\0{place}".encode()).hexdigest()[:16]
 
 
 def find_files(paths: Sequence[str]) -> Iterator[NamedFile]:
-    """Files that the given paths mean, with the names they are ingested under. Raises `SettingsError`."""
+    """Files that the given paths mean, with the names they are ingested under; `-` is standard input, as text.
+
+    A folder is searched for the types that can be read; a file named by itself is always tried. Raises `SettingsError`.
+    """
     for given in paths:
+        if given == "-":
+            yield "stdin.txt", STDIN
+            continue
         matches = sorted(glob.glob(given)) if glob.has_magic(given) and not Path(given).exists() else [given]
         if not matches:
             raise SettingsError(f"nothing matches {given!r}")
         for match in matches:
             path = Path(match)
             if path.is_dir():
-                files = (p for p in sorted(path.rglob("*")) if p.is_file() and p.suffix.lower() in SUFFIXES)
-                yield from ((str(p.relative_to(path)).replace("/", "-"), p) for p in files)
+                yield from ((str(p.relative_to(path)).replace("/", "-"), p) for p in _readable(path))
             elif path.exists():
                 yield path.name, path
             else:
                 raise SettingsError(f"{given}: no such file or folder")
+
+
+def _readable(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder).parts
+        is_skipped = any(part.startswith(".") for part in inner) or SKIPPED_FOLDERS & set(inner)
+        if not is_skipped and path.is_file() and path.suffix.lower() in SUPPORTED:
+            yield path
 
 
 def ask(settings: Settings, body: dict[str, Any], as_json: bool) -> int:
@@ -163,10 +178,10 @@ def running_server(settings: Settings) -> str | None:
 
 
 async def _ingest_here(settings: Settings, named: Sequence[NamedFile], collection: str) -> list[str]:
-    from gateway.models import resolve_model
+    from gateway.models import resolve_embedder
 
     g = settings.gateway
-    embedder = resolve_model(g.embedder, offline=g.offline, say=print, verbose=True)
+    embedder = resolve_embedder(g.embedder, offline=g.offline, say=print, verbose=True)
     client = RetrievalClient(settings.data_dir, embedder, max(g.embed_threads, 2))
     errors: list[str] = []
     try:

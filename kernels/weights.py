@@ -106,8 +106,8 @@ class OrderedDenseWeight(DenseWeight):
 class BlockWeight:
     """Blocks of 32 weights along each row, on the CPU, in panels of 16 rows (cpu_linear.h). Make it by `pack`.
 
-    Its products round each row of x to eight bits with a scale for every 32 numbers, to sixteen for twice the work where
-    it is fine; a row's result does not depend on the rows beside it.
+    Its products round each row of x to eight bits with a scale for every 32 numbers, to sixteen where it is fine, for
+    twice the work; a row's result does not depend on the rows beside it.
     """
 
     def __init__(

@@ -19,18 +19,27 @@ from retrieval.api import (
     SearchResult,
     SourceError,
     SourceFile,
+    Twin,
 )
 from retrieval.wire import METHODS, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
 
 if TYPE_CHECKING:
+    from retrieval.evaluate import run_evaluation
     from retrieval.lexical import fold
+    from retrieval.parse import SUPPORTED
     from retrieval.retriever import Retriever
 
-_LAZY = {"Retriever": "retrieval.retriever", "fold": "retrieval.lexical"}
+_LAZY = {
+    "Retriever": "retrieval.retriever",
+    "fold": "retrieval.lexical",
+    "SUPPORTED": "retrieval.parse",
+    "run_evaluation": "retrieval.evaluate",
+}
 
 __all__ = [
     "DEFAULT_COLLECTION",
     "METHODS",
+    "SUPPORTED",
     "Call",
     "Document",
     "DocumentsRequest",
@@ -51,7 +60,9 @@ __all__ = [
     "SearchResult",
     "SourceError",
     "SourceFile",
+    "Twin",
     "fold",
+    "run_evaluation",
 ]
 
 

@@ -56,6 +56,14 @@ class Scores(msgspec.Struct, frozen=True):
     fused: float
 
 
+class Twin(msgspec.Struct, frozen=True):
+    """Where the same text stands too."""
+
+    document_id: str
+    title: str
+    passage_id: str
+
+
 class Hit(msgspec.Struct, frozen=True):
     """A passage found for a query."""
 
@@ -67,6 +75,8 @@ class Hit(msgspec.Struct, frozen=True):
     """Cosine of query and passage, clamped to [0, 1]."""
     scores: Scores
     metadata: dict[str, Any]
+    also_in: tuple[Twin, ...] = ()
+    """Other candidates with exactly this text, which are not returned themselves."""
 
 
 class SearchMode(StrEnum):
@@ -84,8 +94,12 @@ class SearchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collection: str = DEFAULT_COLLECTION
     top_k: int = 5
     filters: dict[str, Any] | None = None
-    """Metadata equality, `{"field": value}` with every pair required; operators raise `ValueError` by name."""
+    """Which documents may be found, by their metadata: see filters.py."""
     mode: SearchMode = SearchMode.HYBRID
+    min_score: dict[str, float] | None = None
+    """Least values of `dense` (cosine), `lexical` (BM25) or `fused`; hits below one of them are not returned."""
+    diversity: float = 0.0
+    """0: by score alone. Towards 1: a passage counts less the more it resembles one that is returned already."""
 
 
 class SearchResult(msgspec.Struct, frozen=True):

@@ -26,6 +26,9 @@ class VectorIndex(Protocol):
     def cosines(self, vector: Vectors, keys: Sequence[int]) -> list[float]:
         """Cosine of `vector` with each of these."""
 
+    def vectors(self, keys: Sequence[int]) -> Vectors:
+        """The vectors themselves [n, dim]."""
+
 
 class FlatIndex:
     """`VectorIndex` on FAISS's exact index. Not thread-safe: its owner holds a lock."""
@@ -61,4 +64,9 @@ class FlatIndex:
 
     def cosines(self, vector: Vectors, keys: Sequence[int]) -> list[float]:
         """Cosine of `vector` with each of these."""
-        return [float(self._index.reconstruct(int(k)) @ vector) for k in keys]
+        return [float(x) for x in self.vectors(keys) @ vector]
+
+    def vectors(self, keys: Sequence[int]) -> Vectors:
+        """The vectors themselves [n, dim]."""
+        found = [self._index.reconstruct(int(k)) for k in keys]
+        return np.stack(found) if found else np.zeros((0, self._index.d), np.float32)

@@ -16,10 +16,15 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _RUN = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z_]+|\d+")
+
+
+K1, B = 0.9, 0.4
+"""Saturation of repeated words, and how much a passage's length counts."""
 
 
 class LexicalIndex(Protocol):
@@ -65,71 +70,110 @@ def _word_terms(run: str) -> list[str]:
 class BM25:
     """`LexicalIndex` with postings in arrays. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, k1: float = 0.9, b: float = 0.4) -> None:
+    def __init__(self, k1: float = K1, b: float = B) -> None:
         self._k1, self._b = k1, b
-        self._postings: dict[str, tuple[array[int], array[int]]] = {}
-        self._lengths: list[int] = []
-        self._keys: list[int] = []
+        self._vocabulary: dict[str, int] = {}
+        self._postings: list[tuple[array[int], array[int]]] = []
+        """By term: rows, ascending, and how often the term stands in each."""
+        self._frequencies: list[int] = []
+        """By term: how many living passages hold it."""
+        self._terms: list[array[int]] = []
+        """By row: its terms."""
+        self._lengths, self._keys = array("f"), array("q")
+        """By row; a dead row has the key -1."""
         self._rows: dict[int, int] = {}
-        self._dead = 0
-        self._texts: dict[int, Counter[str]] = {}
+        self._total = 0.0
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, key: int, text: str) -> None:
         """Index a passage."""
-        self._append(key, Counter(terms(text)))
+        counts, row = Counter(terms(text)), len(self._keys)
+        length = float(sum(n for term, n in counts.items() if not term.startswith("=")))
+        ids = array("I")
+        for term, n in counts.items():
+            at = self._vocabulary.setdefault(term, len(self._postings))
+            if at == len(self._postings):
+                self._postings.append((array("I"), array("H")))
+                self._frequencies.append(0)
+            rows, numbers = self._postings[at]
+            rows.append(row)
+            numbers.append(min(n, 65535))
+            self._frequencies[at] += 1
+            ids.append(at)
+        self._terms.append(ids)
+        self._lengths.append(length)
+        self._keys.append(key)
+        self._rows[key] = row
+        self._total += length
 
     def remove(self, keys: Iterable[int]) -> None:
-        """Forget passages; postings are rebuilt once half of them are dead."""
+        """Forget passages: no search finds them or counts them; their postings go once half of all rows are dead."""
         for key in keys:
             row = self._rows.pop(key, None)
-            if row is not None:
-                for term in self._texts.pop(key):
-                    rows, counts = self._postings[term]
-                    at = int(np.searchsorted(np.frombuffer(rows, np.int64), row))
-                    del rows[at], counts[at]
-                    if not rows:
-                        del self._postings[term]
-                self._lengths[row] = 0
-                self._dead += 1
-        if self._dead > max(1000, len(self._rows)):
+            if row is None:
+                continue
+            for term in self._terms[row]:
+                self._frequencies[term] -= 1
+            self._total -= self._lengths[row]
+            self._keys[row] = -1
+            self._terms[row] = array("I")
+        if len(self._keys) > 2 * len(self._rows) + 1000:
             self._compact()
 
     def search(self, query: str, limit: int, allowed: frozenset[int] | None = None) -> list[tuple[int, float]]:
         """Best passages for a query; `allowed` keeps only these keys."""
         if not self._rows:
             return []
-        lengths = np.asarray(self._lengths, np.float32)
-        average = float(lengths.sum()) / len(self._rows) or 1.0  # passages without a single word have no length
+        lengths, keys = np.frombuffer(self._lengths, np.float32), np.frombuffer(self._keys, np.int64)
+        average = self._total / len(self._rows) or 1.0  # passages without a single word have no length
         norm = self._k1 * (1 - self._b + self._b * lengths / average)
-        scores = np.zeros(len(lengths), np.float32)
+        scores = np.zeros(len(keys), np.float32)
         for term in set(terms(query)):
-            posting = self._postings.get(term)
-            if posting is None:
+            at = self._vocabulary.get(term)
+            if at is None or not (frequency := self._frequencies[at]):
                 continue
-            rows, counts = np.frombuffer(posting[0], np.int64), np.frombuffer(posting[1], np.int64).astype(np.float32)
-            idf = math.log(1 + (len(self._rows) - len(rows) + 0.5) / (len(rows) + 0.5))
+            rows = np.frombuffer(self._postings[at][0], np.uint32)
+            counts = np.frombuffer(self._postings[at][1], np.uint16).astype(np.float32)
+            idf = math.log(1 + (len(self._rows) - frequency + 0.5) / (frequency + 0.5))
             scores[rows] += idf * counts / (counts + norm[rows])
+        scores[keys < 0] = 0
         if allowed is not None:
-            scores[[row for key, row in self._rows.items() if key not in allowed]] = 0
-        best = np.argsort(-scores, kind="stable")[:limit]
-        return [(self._keys[row], float(scores[row])) for row in best if scores[row] > 0]
-
-    def _append(self, key: int, counts: Counter[str]) -> None:
-        row = len(self._keys)
-        self._keys.append(key)
-        self._rows[key] = row
-        self._texts[key] = counts
-        self._lengths.append(sum(n for term, n in counts.items() if not term.startswith("=")))
-        for term, n in counts.items():
-            rows, numbers = self._postings.setdefault(term, (array("q"), array("q")))
-            rows.append(row)
-            numbers.append(n)
+            scores[~np.isin(keys, np.fromiter(allowed, np.int64, len(allowed)))] = 0
+        return [(int(keys[row]), float(scores[row])) for row in best_rows(scores, limit)]
 
     def _compact(self) -> None:
-        kept = {key: self._texts[key] for key in self._rows}
-        self.__init__(self._k1, self._b)  # type: ignore[misc]
-        for key, counts in kept.items():
-            self._append(key, counts)
+        """Leave the dead rows out, and the terms that only they had."""
+        old = np.frombuffer(self._keys, np.int64)
+        alive = np.flatnonzero(old >= 0)
+        new_row = np.full(len(old), -1, np.int64)
+        new_row[alive] = np.arange(len(alive))
+        terms_left: dict[str, int] = {}
+        postings: list[tuple[array[int], array[int]]] = []
+        new_term = np.zeros(len(self._postings), np.int64)
+        for term, at in self._vocabulary.items():
+            rows = new_row[np.frombuffer(self._postings[at][0], np.uint32)]
+            counts = np.frombuffer(self._postings[at][1], np.uint16)
+            if (kept := rows >= 0).any():
+                new_term[at] = terms_left[term] = len(postings)
+                postings.append(
+                    (array("I", rows[kept].astype(np.uint32).tobytes()), array("H", counts[kept].tobytes()))
+                )
+        self._terms = [array("I", new_term[self._terms[row]].astype(np.uint32).tobytes()) for row in alive]
+        self._lengths = array("f", np.frombuffer(self._lengths, np.float32)[alive].tobytes())
+        self._keys = array("q", old[alive].tobytes())
+        self._vocabulary, self._postings = terms_left, postings
+        self._frequencies = [len(rows) for rows, _ in postings]
+        self._rows = {key: row for row, key in enumerate(self._keys)}
+
+
+def best_rows(scores: npt.NDArray[np.float32], limit: int) -> list[int]:
+    """Places of the greatest positive scores, best first, of equal ones the earlier first."""
+    if len(scores) > limit:
+        least = np.partition(scores, len(scores) - limit)[len(scores) - limit]
+        found = np.flatnonzero((scores >= least) & (scores > 0))
+    else:
+        found = np.flatnonzero(scores > 0)
+    order = np.argsort(-scores[found], kind="stable")[:limit]
+    return [int(i) for i in found[order]]

@@ -8,161 +8,81 @@ from __future__ import annotations
 import re
 import threading
 import unicodedata
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
+from retrieval.office import docx, pptx, xlsx
+from retrieval.parsed import Block, Builder, Headings, Parsed, ParseError, decode, paragraphs, squeeze
+from retrieval.records import csv_table, json_document, json_lines, source_code
+
+_CODE = (
+    ".py",
+    ".js",
+    ".ts",
+    ".jsx",
+    ".tsx",
+    ".java",
+    ".go",
+    ".rs",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".hpp",
+    ".cs",
+    ".rb",
+    ".php",
+)
+_MORE_CODE = (
+    ".swift",
+    ".kt",
+    ".scala",
+    ".sh",
+    ".sql",
+    ".lua",
+    ".r",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".ini",
+    ".css",
+    ".proto",
+)
+_WORD = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+_SLIDES = "application/vnd.openxmlformats-officedocument.presentationml.presentation"
+_SHEET = "application/vnd.openxmlformats-officedocument.spreadsheetml.sheet"
 SUPPORTED = {
-    ".txt": "text/plain",
-    ".text": "text/plain",
-    ".rst": "text/plain",
-    ".md": "text/markdown",
-    ".markdown": "text/markdown",
-    ".html": "text/html",
-    ".htm": "text/html",
+    **dict.fromkeys((".txt", ".text", ".rst", ".log"), "text/plain"),
+    **dict.fromkeys((".md", ".markdown"), "text/markdown"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "text/html"),
     ".pdf": "application/pdf",
+    ".docx": _WORD,
+    ".pptx": _SLIDES,
+    ".xlsx": _SHEET,
+    ".csv": "text/csv",
+    ".tsv": "text/tab-separated-values",
+    ".json": "application/json",
+    **dict.fromkeys((".jsonl", ".ndjson"), "application/jsonl"),
+    **dict.fromkeys((*_CODE, *_MORE_CODE), "text/x-source"),
 }
-
-
-class ParseError(Exception):
-    """A source cannot be read; `code` is one of those of `SourceError`."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A stretch of the extracted text that belongs together."""
-
-    start: int
-    end: int
-    heading: str = ""
-    """Headings above it, outermost first, joined by ' > '."""
-    page: int | None = None
-    is_heading: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """Extracted text, its blocks in order, and what the reader should know."""
-
-    text: str
-    blocks: tuple[Block, ...]
-    title: str | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Headings:
-    """The path of headings above the current place."""
-
-    path: list[tuple[int, str]] = field(default_factory=list)
-
-    def enter(self, level: int, text: str) -> None:
-        self.path = [(n, t) for n, t in self.path if n < level] + [(level, text)]
-
-    def leave(self, level: int) -> None:
-        self.path = [(n, t) for n, t in self.path if n < level]
-
-    def __str__(self) -> str:
-        return " > ".join(text for _, text in self.path)
-
-
-@dataclass(slots=True)
-class _Builder:
-    """Extracted text under construction; blocks are separated by an empty line."""
-
-    parts: list[str] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
-    length: int = 0
-
-    def add(self, text: str, heading: str = "", page: int | None = None, is_heading: bool = False) -> None:
-        if not text.strip():
-            return
-        if self.parts:
-            self.parts.append("\n\n")
-            self.length += 2
-        self.parts.append(text)
-        self.blocks.append(Block(self.length, self.length + len(text), heading, page, is_heading))
-        self.length += len(text)
+"""Suffix -> media type."""
 
 
 def parse(name: str, data: bytes, media_type: str | None = None) -> Parsed:
     """Extract a source's text. Raises `ParseError`: unsupported_type, bad_encoding, bad_document, no_text."""
     kind = media_type or SUPPORTED.get(PurePosixPath(name.lower()).suffix)
-    match kind:
-        case "text/plain":
-            parsed = _plain(decode(name, data))
-        case "text/markdown":
-            parsed = _markdown(decode(name, data))
-        case "text/html":
-            parsed = _html(decode(name, data, _html_charset(data)))
-        case "application/pdf":
-            parsed = _pdf(name, data)
-        case _:
-            known = ", ".join(sorted(SUPPORTED))
-            raise ParseError("unsupported_type", f"{name}: this type of file is not supported (supported: {known})")
+    if kind not in _PARSERS:
+        known = ", ".join(sorted(SUPPORTED))
+        raise ParseError("unsupported_type", f"{name}: this type of file is not supported (supported: {known})")
+    parsed = _PARSERS[kind](name, data)
     if not parsed.blocks:
         raise ParseError("no_text", f"{name} holds no text{' (only images?)' if kind == 'application/pdf' else ''}")
     return parsed
 
 
-_BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
-
-
-def decode(name: str, data: bytes, declared: str | None = None) -> str:
-    """Text of bytes: by byte order mark, as UTF-8, as declared, as UTF-16 or GB18030 where it looks like that.
-
-    Normalised to NFC and to single newlines. Raises `ParseError` (bad_encoding) rather than guess wildly.
-    """
-    for bom, encoding in _BOMS:
-        if data.startswith(bom):
-            return _clean(name, data[len(bom) :], encoding)
-    for candidate in ("utf-8", declared, _looks_like(data)):
-        if candidate is None:
-            continue
-        try:
-            return _clean(name, data, candidate)
-        except ParseError:
-            continue
-    raise ParseError(
-        "bad_encoding", f"{name}: the text is not UTF-8, and its encoding cannot be told; save it as UTF-8"
-    )
-
-
-def _looks_like(data: bytes) -> str | None:
-    """UTF-16 without a mark has a zero in about every second byte; GB18030 text is mostly common Chinese characters."""
-    if len(data) > 1 and data[1::2].count(0) > len(data) // 5:
-        return "utf-16-le"
-    if len(data) > 1 and data[::2].count(0) > len(data) // 5:
-        return "utf-16-be"
-    text = data.decode("gb18030", errors="replace")
-    common = sum("\u4e00" <= c <= "\u9fff" or c in "，。、；：？！“”（）" for c in text)
-    foreign = sum(ord(c) > 0x7F for c in text)
-    return "gb18030" if foreign and common > 0.9 * foreign else None
-
-
-def _clean(name: str, data: bytes, encoding: str) -> str:
-    try:
-        text = data.decode(encoding)
-    except (UnicodeDecodeError, LookupError) as e:
-        raise ParseError("bad_encoding", f"{name}: not {encoding}: {e}") from e
-    if "\0" in text:
-        raise ParseError("bad_encoding", f"{name}: holds NUL characters, so it is no text in {encoding}")
-    return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
-
-
-def _paragraphs(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Spans between empty lines, without the white space around them."""
-    for m in re.finditer(r"\S(?:.|\n(?!\s*\n))*", text[start:end]):
-        yield start + m.start(), start + m.start() + len(m.group().rstrip())
-
-
 def _plain(text: str) -> Parsed:
-    return Parsed(text, tuple(Block(a, b) for a, b in _paragraphs(text, 0, len(text))))
+    return Parsed(text, tuple(Block(a, b) for a, b in paragraphs(text, 0, len(text))))
 
 
 _FENCE = re.compile(r"^ {0,3}(```+|~~~+).*\n(?:.*\n)*?(?: {0,3}\1[^\S\n]*(?:\n|\Z)|\Z)", re.M)
@@ -172,18 +92,18 @@ _HEADING = re.compile(r"^ {0,3}(#{1,6})[^\S\n]+(.+?)[^\S\n]*#*[^\S\n]*$", re.M)
 def _markdown(text: str) -> Parsed:
     marks = sorted([(m.start(), m.end(), m) for p in (_FENCE, _HEADING) for m in p.finditer(text)], key=lambda x: x[0])
     blocks: list[Block] = []
-    headings, at, title = _Headings(), 0, None
+    headings, at, title = Headings(), 0, None
     for start, end, m in marks:
         if start < at:
             continue
-        blocks += [Block(a, b, str(headings)) for a, b in _paragraphs(text, at, start)]
+        blocks += [Block(a, b, str(headings)) for a, b in paragraphs(text, at, start)]
         if m.re is _HEADING:
             headings.enter(len(m.group(1)), m.group(2))
             title = title or m.group(2)
         stripped = start + len(m.group().rstrip())
         blocks.append(Block(start, stripped, str(headings), is_heading=m.re is _HEADING))
         at = end
-    blocks += [Block(a, b, str(headings)) for a, b in _paragraphs(text, at, len(text))]
+    blocks += [Block(a, b, str(headings)) for a, b in paragraphs(text, at, len(text))]
     return Parsed(text, tuple(blocks), title)
 
 
@@ -231,14 +151,14 @@ class _HtmlWalker:
     """
 
     def __init__(self) -> None:
-        self.out = _Builder()
-        self.headings = _Headings()
+        self.out = Builder()
+        self.headings = Headings()
         self.first_heading: str | None = None
         self._inline: list[str] = []
         self._list_depth = 0
 
     def flush(self) -> None:
-        self.out.add(_squeeze("".join(self._inline)), str(self.headings))
+        self.out.add(squeeze("".join(self._inline)), str(self.headings))
         self._inline = []
 
     def walk(self, node: Any) -> None:
@@ -254,12 +174,12 @@ class _HtmlWalker:
 
     def _block(self, node: Any, tag: str) -> None:
         if re.fullmatch(r"h[1-6]", tag):
-            text = _squeeze(node.text())
+            text = squeeze(node.text())
             self.headings.enter(int(tag[1]), text)
             self.first_heading = self.first_heading or text
             self.out.add(text, str(self.headings), is_heading=True)
         elif tag == "dt":
-            text = _squeeze(node.text())
+            text = squeeze(node.text())
             self.headings.enter(_TERM_LEVEL + self._list_depth, text)
             self.out.add(text, str(self.headings), is_heading=True)
         elif tag == "dl":
@@ -271,15 +191,11 @@ class _HtmlWalker:
         elif tag == "pre":
             self.out.add(unicodedata.normalize("NFC", node.text()).strip("\n"), str(self.headings))
         elif tag == "table" and not node.css("pre,table table"):
-            rows = [[_squeeze(c.text(separator=" ")) for c in row.css("td,th")] for row in node.css("tr")]
+            rows = [[squeeze(c.text(separator=" ")) for c in row.css("td,th")] for row in node.css("tr")]
             self.out.add("\n".join(" | ".join(row) for row in rows if any(row)), str(self.headings))
         else:
             self.walk(node)
             self.flush()
-
-
-def _squeeze(text: str) -> str:
-    return unicodedata.normalize("NFC", " ".join(text.split()))
 
 
 _PDF_LOCK = threading.Lock()
@@ -289,14 +205,14 @@ _PDF_LOCK = threading.Lock()
 def _pdf(name: str, data: bytes) -> Parsed:
     import pypdfium2
 
-    out, empty = _Builder(), []
+    out, empty = Builder(), []
     with _PDF_LOCK:
         try:
             document = pypdfium2.PdfDocument(data)
         except pypdfium2.PdfiumError as e:
             raise ParseError("bad_document", f"{name}: damaged or encrypted PDF: {e}") from e
         try:
-            title = _squeeze(document.get_metadata_dict().get("Title") or "") or None
+            title = squeeze(document.get_metadata_dict().get("Title") or "") or None
             for number in range(len(document)):
                 before = len(out.blocks)
                 _pdf_page(out, document[number], number + 1)
@@ -308,7 +224,7 @@ def _pdf(name: str, data: bytes) -> Parsed:
     return Parsed("".join(out.parts), tuple(out.blocks), title, notes)
 
 
-def _pdf_page(out: _Builder, page: Any, number: int) -> None:
+def _pdf_page(out: Builder, page: Any, number: int) -> None:
     text_page = page.get_textpage()
     raw: str = text_page.get_text_bounded()
     text_page.close()
@@ -316,5 +232,21 @@ def _pdf_page(out: _Builder, page: Any, number: int) -> None:
     text = unicodedata.normalize(
         "NFC", raw.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "").replace("\ufffe", "-")
     )
-    for start, end in _paragraphs(text, 0, len(text)):
+    for start, end in paragraphs(text, 0, len(text)):
         out.add(text[start:end], page=number)
+
+
+_PARSERS: dict[str, Callable[[str, bytes], Parsed]] = {
+    "text/plain": lambda name, data: _plain(decode(name, data)),
+    "text/markdown": lambda name, data: _markdown(decode(name, data)),
+    "text/html": lambda name, data: _html(decode(name, data, _html_charset(data))),
+    "application/pdf": _pdf,
+    _WORD: docx,
+    _SLIDES: pptx,
+    _SHEET: xlsx,
+    "text/csv": lambda name, data: csv_table(name, decode(name, data)),
+    "text/tab-separated-values": lambda name, data: csv_table(name, decode(name, data), "\t"),
+    "application/json": lambda name, data: json_document(name, decode(name, data)),
+    "application/jsonl": lambda name, data: json_lines(name, decode(name, data)),
+    "text/x-source": lambda name, data: source_code(decode(name, data)),
+}

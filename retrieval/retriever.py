@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from retrieval.api import (
     Document,
@@ -27,11 +29,14 @@ from retrieval.api import (
     SearchResult,
     SourceError,
     SourceFile,
+    Twin,
 )
 from retrieval.dense import FlatIndex, Vectors
-from retrieval.embed import Embedder
+from retrieval.embed import make_embedder
+from retrieval.filters import compile_filter
 from retrieval.lexical import BM25
-from retrieval.parse import Parsed, ParseError, parse
+from retrieval.parse import parse
+from retrieval.parsed import Parsed, ParseError
 from retrieval.split import Span, split
 from retrieval.store import Store
 
@@ -70,8 +75,8 @@ class Retriever:
     Raises `StoreLocked` if another process owns the folder, `EmbedderMismatch` if its vectors are another model's.
     """
 
-    def __init__(self, data_dir: Path, embedder_path: Path, num_threads: int | None = None) -> None:
-        self.embedder = Embedder(embedder_path, num_threads)
+    def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int | None = None) -> None:
+        self.embedder = make_embedder(embedder, num_threads)
         self._store = Store(data_dir, self.embedder.identity)
         self._lock = threading.RLock()
         self._indexes: dict[str, _Index] = {}
@@ -240,6 +245,8 @@ class Retriever:
             if index is None:
                 return []
             allowed = self._allowed(request.collection, request.filters) if request.filters else None
+            if allowed is not None and not allowed:
+                return []
             limit = max(CANDIDATES, request.top_k)
             lexical, dense = {}, {}
             if request.mode is not SearchMode.DENSE:
@@ -253,33 +260,38 @@ class Retriever:
             scores = {
                 k: _fuse(request.mode, cosine[k], lexical.get(k, 0.0), max(lexical.values(), default=0)) for k in found
             }
-            ranked = sorted(found, key=lambda k: (-scores[k].fused, k))
-            return [self._hit(k, scores[k]) for k in self._distinct(ranked)[: request.top_k]]
+            fits = [k for k in found if _is_good(scores[k], request.min_score or {})]
+            twins = self._twins(sorted(fits, key=lambda k: (-scores[k].fused, k)))
+            ranked = list(twins)
+            if request.diversity and len(ranked) > request.top_k:
+                ranked = _diverse(ranked, scores, index.dense.vectors(ranked), request.top_k, request.diversity)
+            return [self._hit(k, scores[k], twins[k]) for k in ranked[: request.top_k]]
 
     def _allowed(self, collection: str, filters: dict[str, Any]) -> list[int]:
         """Keys of passages whose document has every one of these metadata values."""
-        fits = {
-            d.document_id
-            for d in self._documents.values()
-            if d.collection == collection and all(k in d.metadata and d.metadata[k] == v for k, v in filters.items())
-        }
+        test = compile_filter(filters)
+        fits = {d.document_id for d in self._documents.values() if d.collection == collection and test(d.metadata)}
         return [key for key, entry in self._entries.items() if entry.document_id in fits]
 
-    def _distinct(self, keys: list[int]) -> list[int]:
-        """Of passages with equal text only the best."""
-        seen: set[bytes] = set()
-        out = []
+    def _twins(self, keys: list[int]) -> dict[int, list[int]]:
+        """Of passages with equal text the best, in order, with the others."""
+        best: dict[bytes, int] = {}
+        out: dict[int, list[int]] = {}
         for key in keys:
-            text_sum = self._entries[key].text_sum
-            if text_sum not in seen:
-                seen.add(text_sum)
-                out.append(key)
+            first = best.setdefault(self._entries[key].text_sum, key)
+            out.setdefault(first, []).extend([key] if key != first else [])
         return out
 
-    def _hit(self, key: int, scores: Scores) -> Hit:
+    def _hit(self, key: int, scores: Scores, twins: list[int]) -> Hit:
         passage = self._store.passage(key)
         d = self._documents[passage.document_id]
-        return Hit(passage, d.document_id, d.title, d.source, scores.dense, scores, d.metadata)
+        others = [self._store.passage(k) for k in twins]
+        also_in = tuple(
+            Twin(p.document_id, self._documents[p.document_id].title, p.passage_id)
+            for p in others
+            if p.document_id != d.document_id
+        )
+        return Hit(passage, d.document_id, d.title, d.source, scores.dense, scores, d.metadata, also_in)
 
 
 def _fuse(mode: SearchMode, cosine: float, lexical: float, best_lexical: float) -> Scores:
@@ -293,6 +305,23 @@ def _fuse(mode: SearchMode, cosine: float, lexical: float, best_lexical: float) 
     return Scores(dense, lexical, fused)
 
 
+def _is_good(scores: Scores, least: dict[str, float]) -> bool:
+    return all(getattr(scores, name) >= value for name, value in least.items())
+
+
+def _diverse(ranked: list[int], scores: dict[int, Scores], vectors: Vectors, top_k: int, diversity: float) -> list[int]:
+    """Maximal marginal relevance (Carbonell and Goldstein 1998): relevance less likeness to what is taken already."""
+    relevance = np.array([scores[k].fused for k in ranked])
+    likeness = np.zeros(len(ranked))
+    left, taken = list(range(len(ranked))), list[int]()
+    while left and len(taken) < top_k:
+        at = max(left, key=lambda i: ((1 - diversity) * relevance[i] - diversity * likeness[i], -i))
+        left.remove(at)
+        taken.append(ranked[at])
+        likeness = np.maximum(likeness, vectors @ vectors[at])
+    return taken
+
+
 def check_search(request: SearchRequest) -> None:
     """Raise `ValueError`, whose message begins with the field's name, for a search that makes no sense."""
     if not request.query.strip():
@@ -300,11 +329,14 @@ def check_search(request: SearchRequest) -> None:
     if not 1 <= request.top_k <= MAX_TOP_K:
         raise ValueError(f"top_k must be between 1 and {MAX_TOP_K}, got {request.top_k}")
     check_collection(request.collection)
-    for key, value in (request.filters or {}).items():
-        if key.startswith("$") or (isinstance(value, dict) and any(k.startswith("$") for k in value)):
-            raise ValueError(
-                f"filters: operators are not supported, got {key!r}: {value!r}; give values to be equal to"
-            )
+    compile_filter(request.filters or {})
+    for name, least in (request.min_score or {}).items():
+        if name not in Scores.__struct_fields__:
+            raise ValueError(f"min_score: there is no score {name!r}; there are dense, lexical and fused")
+        if not math.isfinite(least):
+            raise ValueError(f"min_score.{name} must be a finite number, got {least}")
+    if not 0 <= request.diversity <= 1:
+        raise ValueError(f"diversity must be between 0 and 1, got {request.diversity}")
 
 
 def check_collection(name: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from retrieval.parse import Block, Parsed
+from retrieval.parsed import Block, Parsed
 
 TokenOffsets = Callable[[str], Sequence[tuple[int, int]]]
 """Text -> character span of each token of the embedder's tokenizer, no special tokens."""

