@@ -121,6 +121,16 @@ class LlamaModel:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
         return self._head.linear(hidden)
 
+    def use_torch_products(self) -> None:
+        """For comparison: dense matrices are multiplied by torch from now on."""
+        for layer in self._layers:
+            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                if isinstance(weight, OrderedDenseWeight):
+                    weight.use_torch()
+        for table in (self._embed, self._head):
+            if isinstance(table, OrderedDenseWeight):
+                table.use_torch()
+
     @property
     def num_weight_bytes(self) -> int:
         """Memory of the matrices."""
@@ -152,13 +162,18 @@ class WeightMaker:
     """Turns a checkpoint's tensors into weights: dense, or in blocks.
 
     Args: kind, the block format that matrices are quantized to, or None to leave them as they come; is_ordered, whether
-    products of dense ones have one order of additions.
+    products of dense ones have one order of additions; may_fall_back, whether odd sizes may go without it.
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, kind: BlockKind | None = None, is_ordered: bool = False
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: BlockKind | None = None,
+        is_ordered: bool = False,
+        may_fall_back: bool = False,
     ) -> None:
-        self.dtype, self.device, self._kind = dtype, device, kind
+        self.dtype, self.device, self._kind, self._may_fall_back = dtype, device, kind, may_fall_back
         self._dense = OrderedDenseWeight if is_ordered else DenseWeight
 
     def matrix(self, name: str, value: torch.Tensor | Blocks) -> Table:
@@ -169,7 +184,8 @@ class WeightMaker:
             is_table = "embed" in name or "lm_head" in name
             kind = BlockKind.Q8_0 if is_table else self._kind
             return BlockWeight.pack(kind, quantize(value, kind), self.dtype, _is_fine(name))
-        return self._dense(value.to(device=self.device, dtype=self.dtype))
+        dense = value.to(device=self.device, dtype=self.dtype)
+        return self._dense(dense) if value.shape[1] % BLOCK == 0 or not self._may_fall_back else DenseWeight(dense)
 
     def vector(self, value: torch.Tensor) -> torch.Tensor:
         """A vector, as for norms and biases."""

@@ -34,26 +34,54 @@ def stream(events: AsyncGenerator[bytes, None], keep_alive_s: float) -> Stream:
 
 
 async def with_keep_alive(events: AsyncGenerator[bytes, None], every_s: float) -> AsyncIterator[bytes]:
-    """Pass events on; after `every_s` seconds without one, a comment. The first comment is sent at once."""
-    upcoming: asyncio.Task[bytes] | None = None
+    """Pass events on, those that wait already in one piece; after `every_s` seconds without one, a comment.
+
+    The first comment is sent at once. A task reads ahead, since a task and a timer for each event would cost more than
+    the event; what it holds is bounded by the answer's length.
+    """
     yield KEEP_ALIVE
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Queue[bytes | BaseException] = asyncio.Queue()
+    last = loop.time()
+    timer = loop.call_later(every_s, lambda: tick())
+
+    def tick() -> None:
+        nonlocal timer
+        idle_s = loop.time() - last
+        if idle_s >= every_s:
+            ready.put_nowait(KEEP_ALIVE)
+        timer = loop.call_later(every_s if idle_s >= every_s else every_s - idle_s, tick)
+
+    async def read_ahead() -> None:
+        try:
+            async for item in events:
+                ready.put_nowait(item)
+            ready.put_nowait(StopAsyncIteration())
+        except Exception as e:  # raised again where the events are passed on
+            ready.put_nowait(e)
+
+    reading = asyncio.create_task(read_ahead())
     try:
         while True:
-            upcoming = upcoming or asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait({upcoming}, timeout=every_s)
-            if not done:
-                yield KEEP_ALIVE
-                continue
-            finished, upcoming = upcoming, None
-            try:
-                yield finished.result()
-            except StopAsyncIteration:
+            item = await ready.get()
+            piece = b""
+            while isinstance(item, bytes):
+                piece += item
+                if ready.empty():
+                    break
+                item = ready.get_nowait()
+            if piece:
+                last = loop.time()
+                yield piece
+            if isinstance(item, StopAsyncIteration):
                 return
+            if isinstance(item, BaseException):
+                raise item
     finally:
-        if upcoming is not None:
-            upcoming.cancel()
-            with suppress(asyncio.CancelledError, StopAsyncIteration):
-                await upcoming
+        timer.cancel()
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
         await events.aclose()
 
 

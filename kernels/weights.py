@@ -97,9 +97,16 @@ class OrderedDenseWeight(DenseWeight):
         if value.dtype not in DENSE_KINDS or value.shape[1] % BLOCK:
             raise ValueError(f"no ordered products for a matrix of {value.dtype} with {value.shape[1]} columns")
         self._library = load_kernels()
+        self._by_torch = False
+
+    def use_torch(self) -> None:
+        """For comparison: multiply by torch from now on."""
+        self._by_torch = True
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [M, num_columns] times the transpose."""
+        if self._by_torch:
+            return super().linear(x, bias)
         return _linear(self._library, DENSE_KINDS[self.value.dtype], self.value, self.shape, x, bias)
 
 

@@ -69,6 +69,7 @@ def make(model: str, way: str, longest: int, mixed_token_budget: int | None) -> 
     llm = LLM(model, enable_prefix_caching=False, **settings)
     if way == "none, torch only":
         llm.core.runner._decoder = None
+        llm.core.runner._model.use_torch_products()
     return llm
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from retrieval.api import IngestRequest, JobState, SearchMode, SearchRequest, SourceFile
 from retrieval.dense import FlatIndex
 from retrieval.embed import Embedder, SentenceTransformerEmbedder
-from retrieval.lexical import BM25, terms
+from retrieval.lexical import BM25, best_rows, has_syllables, terms
 from retrieval.parse import parse
 from retrieval.parsed import ParseError, decode
 from retrieval.retriever import Retriever
@@ -375,6 +376,32 @@ def test_terms_fold_split_and_keep_exact_forms() -> None:
     assert terms("Đường") == ["duong", "=đường"]
     assert terms("getUserName") == ["getusername", "get", "user", "name"]
     assert terms("东京") == ["东", "京", "东京"]
+
+
+def test_pairs_of_syllables_count_in_vietnamese_alone() -> None:
+    index = BM25()
+    index.add(1, "Nhà máy sản xuất điện ở miền bắc.")  # "nhà máy", factory
+    index.add(2, "Nhà của tôi có một cái máy giặt mới.")  # house, machine: the syllables apart
+    index.add(3, "The power plant is in the north.")
+    for query in ("nhà máy", "nha may", "NHÀ MÁY", unicodedata.normalize("NFD", "nhà máy")):
+        scores = dict(index.search(query, 3))
+        assert scores[1] > 1.3 * scores[2], query
+    alone = BM25()
+    alone.add(3, "The power plant is in the north.")
+    assert alone.search("power plant", 1)[0][1] == pytest.approx(
+        sum(alone.search(w, 1)[0][1] for w in ("power", "plant"))
+    )
+    assert not has_syllables("L'été dernier, l'élève a présenté son œuvre à l'école.")
+    assert has_syllables("Một con mèo đen ngủ trên mái nhà.")
+
+
+def test_best_rows_are_those_of_a_full_sort() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.integers(0, 5, 200).astype(np.float32)
+    expected = [i for i in np.argsort(-scores, kind="stable") if scores[i] > 0]
+    for limit in (1, 7, 150, 200, 500):
+        assert best_rows(scores, limit) == expected[:limit]
+    assert best_rows(np.zeros(3, np.float32), 2) == []
 
 
 def test_flat_index_equals_brute_force_and_forgets() -> None:

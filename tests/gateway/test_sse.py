@@ -1,0 +1,81 @@
+"""Streams: events in order, comments while there are none, and what was opened is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from gateway.sse import KEEP_ALIVE, with_keep_alive
+
+
+class Source:
+    """Events with pauses before them; notes that it was closed."""
+
+    def __init__(self, *steps: tuple[float | None, bytes | Exception]) -> None:
+        self.steps, self.is_closed = steps, False
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for pause_s, item in self.steps:
+                if pause_s is not None:
+                    await asyncio.sleep(pause_s)
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.is_closed = True
+
+
+def collect(source: Source, every_s: float) -> list[bytes]:
+    async def run() -> list[bytes]:
+        return [piece async for piece in with_keep_alive(source.events(), every_s)]
+
+    return asyncio.run(run())
+
+
+def test_events_come_in_order_and_what_waits_comes_together() -> None:
+    source = Source(*((None, b"%d;" % i) for i in range(5)))
+    first, *rest = collect(source, 10)
+    assert first == KEEP_ALIVE
+    assert b"".join(rest) == b"0;1;2;3;4;"
+    assert len(rest) == 1
+    assert source.is_closed
+
+
+def test_comments_fill_the_pauses_only() -> None:
+    source = Source((0.25, b"a"), (0, b"b"), (0.25, b"c"))
+    pieces = collect(source, 0.1)
+    text = b"|".join(pieces)
+    assert b"".join(p for p in pieces if p != KEEP_ALIVE).replace(KEEP_ALIVE, b"") == b"abc"
+    assert text.count(KEEP_ALIVE) in range(3, 7)
+    assert collect(Source((0.02, b"a"), (0.02, b"b")), 0.5) == [KEEP_ALIVE, b"a", b"b"]
+
+
+def test_a_fault_comes_after_what_was_before_it() -> None:
+    source = Source((0, b"a"), (0, ValueError("broken")))
+    seen: list[bytes] = []
+
+    async def run() -> None:
+        async for piece in with_keep_alive(source.events(), 10):
+            seen.extend([piece])
+
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(run())
+    assert seen == [KEEP_ALIVE, b"a"]
+    assert source.is_closed
+
+
+def test_a_reader_that_leaves_closes_the_events() -> None:
+    source = Source((0, b"a"), (60, b"never"))
+
+    async def run() -> None:
+        stream = with_keep_alive(source.events(), 10)
+        async for piece in stream:
+            if piece == b"a":
+                break
+        await stream.aclose()
+
+    asyncio.run(run())
+    assert source.is_closed
