@@ -25,7 +25,7 @@ _RUN = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z_]+|\d+")
 
 
-K1, B = 1.5, 0.75
+K1, B = 0.9, 0.4
 """Saturation of repeated words, and how much a passage's length counts."""
 
 
@@ -67,7 +67,7 @@ def pairs(text: str) -> list[str]:
 
 
 _VIETNAMESE = re.compile("[\u0309\u0323\u031b\u0111]")
-"""Hook, dot below and horn, decomposed, and the crossed d: in nearly half of all Vietnamese syllables, seldom elsewhere."""
+"""Hook, dot below and horn, decomposed, and the crossed d: in nearly half of Vietnamese syllables, seldom elsewhere."""
 
 
 def has_syllables(text: str) -> bool:
