@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 log = logging.getLogger("foreword")
 
@@ -39,8 +38,8 @@ class ChildProcess:
         self._on_frame, self._on_death = on_frame, on_death
         self._folder = Path(tempfile.mkdtemp(prefix="foreword-"))
         self._endpoint = f"ipc://{self._folder}/socket"
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._failures = 0
@@ -66,6 +65,8 @@ class ChildProcess:
         if self._socket is not None:
             with suppress(zmq.ZMQError):
                 self._socket.send(frame, zmq.NOBLOCK)
+            # Sending may take the socket's signal that something has come; it is given once only.
+            asyncio.get_running_loop().call_soon(self._take_all)
 
     async def stop(self) -> None:
         """End the child: politely, then for good."""
@@ -99,19 +100,28 @@ class ChildProcess:
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment
         )
-        reader = asyncio.create_task(self._read(socket))
+        # zmq.asyncio makes a future, a timer and more for each message; a token is one.
+        loop, descriptor = asyncio.get_running_loop(), int(socket.getsockopt(zmq.FD))
+        loop.add_reader(descriptor, self._take_all)
+        loop.call_soon(self._take_all)
         try:
             code = await self._process.wait()
             await asyncio.sleep(0.05)  # what it said last may still be on its way
+            self._take_all()
             return code
         finally:
-            reader.cancel()
+            loop.remove_reader(descriptor)
             self._socket = None
             socket.close()
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self._on_frame(await socket.recv())
+    def _take_all(self) -> None:
+        """Hand on every message that has come."""
+        while self._socket is not None:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frame(frame)
 
     async def _end_process(self) -> None:
         process = self._process
