@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,27 +19,11 @@ from kernels.weights import (
     DenseWeight,
     OrderedDenseWeight,
     Table,
-    Weight,
     quantize,
     stack,
 )
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights of one layer; q, k, v and gate, up are stacked, so that each stack is one matrix product."""
-
-    input_norm: torch.Tensor
-    qkv: Weight
-    """[(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]"""
-    qkv_bias: torch.Tensor | None
-    o: Weight
-    post_norm: torch.Tensor
-    gate_up: Weight
-    """[2 * intermediate, hidden], gate first"""
-    down: Weight
 
 
 KVPool = PoolTensors
@@ -97,11 +80,8 @@ class LlamaModel:
     def make_decoder(self, pool: KVPool) -> CpuDecoder:
         """The layers over a pool in C++. Raises `ValueError` or `NoKernels`."""
         c = self._config
-        layers = [
-            LayerWeights(x.input_norm, x.qkv, x.qkv_bias, x.o, x.post_norm, x.gate_up, x.down) for x in self._layers
-        ]
         inv_freq = torch.from_numpy(c.inv_freq())
-        return CpuDecoder(layers, pool, self._norm, inv_freq, c.num_q_heads, c.rms_norm_eps)
+        return CpuDecoder(self._layers, pool, self._norm, inv_freq, c.num_q_heads, c.rms_norm_eps)
 
     def forward_with(
         self,
@@ -141,7 +121,7 @@ class LlamaModel:
     def _attend(
         self,
         h: torch.Tensor,
-        layer: Layer,
+        layer: LayerWeights,
         cos: torch.Tensor,
         sin: torch.Tensor,
         slots: torch.Tensor,
@@ -227,11 +207,11 @@ def _take(store: dict[str, T], name: str) -> T:
     return store.pop(name)
 
 
-def _layer(store: _Store, i: int, config: ModelConfig) -> Layer:
+def _layer(store: _Store, i: int, config: ModelConfig) -> LayerWeights:
     at = f"model.layers.{i}."
     projections = [f"{at}self_attn.{p}_proj" for p in "qkv"]
     has_bias = f"{projections[0]}.bias" in store
-    layer = Layer(
+    layer = LayerWeights(
         input_norm=store.vector(f"{at}input_layernorm.weight"),
         qkv=stack([store.matrix(f"{p}.weight") for p in projections]),
         qkv_bias=torch.cat([store.vector(f"{p}.bias") for p in projections]) if has_bias else None,

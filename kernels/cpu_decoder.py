@@ -30,14 +30,16 @@ _POOL_KINDS = {**DENSE_KINDS, torch.int8: 24}
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What the C++ code needs of one layer."""
+    """Weights of one layer; q, k, v and gate, up are stacked, so that each stack is one matrix product."""
 
     input_norm: torch.Tensor
     qkv: Weight
+    """[(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]"""
     qkv_bias: torch.Tensor | None
     o: Weight
     post_norm: torch.Tensor
     gate_up: Weight
+    """[2 * intermediate, hidden], gate first"""
     down: Weight
 
 

@@ -21,7 +21,7 @@ class Engine:
     """The pipeline, stepped by a thread of its own while there is work."""
 
     def __init__(self, model: str, batched_tokens: int, cache_gb: int) -> None:
-        import openvino_genai as genai  # type: ignore[import-not-found]
+        import openvino_genai as genai
 
         self._genai = genai
         config = genai.SchedulerConfig()

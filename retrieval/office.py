@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from retrieval.parsed import Builder, Headings, Parsed, ParseError, nfc, squeeze
@@ -22,10 +22,23 @@ MAX_ROWS = 200_000
 
 def docx(name: str, data: bytes) -> Parsed:
     """Paragraphs under their headings, tables as lines of cells."""
-    _check_archive(name, data)
+    return _guarded(name, data, _docx)
+
+
+def pptx(name: str, data: bytes) -> Parsed:
+    """A page for each slide: its title as heading, texts, tables, and the speaker's notes."""
+    return _guarded(name, data, _pptx)
+
+
+def xlsx(name: str, data: bytes) -> Parsed:
+    """Each sheet's rows under the sheet's name, as `column: value` where the first row names the columns."""
+    return _guarded(name, data, _xlsx)
+
+
+def _docx(data: bytes) -> Parsed:
     import docx as library
 
-    document = _open(name, lambda: library.Document(io.BytesIO(data)))
+    document = library.Document(io.BytesIO(data))
     out, headings = Builder(), Headings()
     title = squeeze(document.core_properties.title or "") or None
     for item in document.iter_inner_content():
@@ -41,12 +54,10 @@ def docx(name: str, data: bytes) -> Parsed:
     return out.parsed(title)
 
 
-def pptx(name: str, data: bytes) -> Parsed:
-    """A page for each slide: its title as heading, texts, tables, and the speaker's notes."""
-    _check_archive(name, data)
+def _pptx(data: bytes) -> Parsed:
     import pptx as library
 
-    deck = _open(name, lambda: library.Presentation(io.BytesIO(data)))
+    deck = library.Presentation(io.BytesIO(data))
     out = Builder()
     title = squeeze(deck.core_properties.title or "") or None
     for number, slide in enumerate(deck.slides, 1):
@@ -66,16 +77,14 @@ def pptx(name: str, data: bytes) -> Parsed:
     return out.parsed(title)
 
 
-def xlsx(name: str, data: bytes) -> Parsed:
-    """Each sheet's rows under the sheet's name, as `column: value` where the first row names the columns."""
-    _check_archive(name, data)
+def _xlsx(data: bytes) -> Parsed:
     import openpyxl
 
-    book = _open(name, lambda: openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True))
+    book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
     out, notes = Builder(), []
     try:
         for sheet in book.worksheets:
-            rows = _open(name, lambda sheet=sheet: list(_cells(sheet)))
+            rows = list(_cells(sheet))
             if len(rows) > MAX_ROWS:
                 notes.append(f"only the first {MAX_ROWS} rows of the sheet {sheet.title} were read")
             add_table(out, rows[:MAX_ROWS], sheet.title)
@@ -135,9 +144,12 @@ def _check_archive(name: str, data: bytes) -> None:
         raise ParseError("bad_document", f"{name}: would unpack to {size >> 20} MiB, which is too much")
 
 
-def _open(name: str, work: Any) -> Any:
-    """The libraries raise whatever a damaged file makes them stumble over."""
+def _guarded(name: str, data: bytes, read: Callable[[bytes], Parsed]) -> Parsed:
+    """The libraries raise whatever a damaged part makes them stumble over, on opening and on reading."""
+    _check_archive(name, data)
     try:
-        return work()
+        return read(data)
+    except MemoryError:
+        raise  # says nothing about the file
     except Exception as e:
         raise ParseError("bad_document", f"{name}: damaged, or not what its name says: {type(e).__name__}: {e}") from e

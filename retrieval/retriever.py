@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 import threading
@@ -39,6 +40,8 @@ from retrieval.parse import parse
 from retrieval.parsed import Parsed, ParseError
 from retrieval.split import Span, split
 from retrieval.store import Store
+
+log = logging.getLogger("foreword")
 
 TARGET_TOKENS = 190
 """Length that passages are filled to."""
@@ -126,6 +129,9 @@ class Retriever:
                 documents.append(self._ingest_one(source, request.collection))
             except ParseError as e:
                 errors.append(SourceError(display_name(source.name), e.code, str(e)))
+            except Exception as e:  # a fault of ours, or of the embedder, with one source must not lose the others
+                log.exception("%s was not ingested", display_name(source.name))
+                errors.append(SourceError(display_name(source.name), "internal_error", f"{type(e).__name__}: {e}"))
             if progress:
                 progress(i + 1)
         state = JobState.DONE if documents or not errors else JobState.FAILED

@@ -97,6 +97,20 @@ def test_damaged_files_and_bombs_are_refused(name: str) -> None:
         parse(name, bomb.getvalue())
 
 
+def test_a_file_damaged_inside_is_refused_when_it_is_read() -> None:
+    """It opens; what its rows are made of is broken."""
+    book, raw, broken = openpyxl.Workbook(), io.BytesIO(), io.BytesIO()
+    book.active.append(("a", "b"))
+    book.save(raw)
+    with zipfile.ZipFile(raw) as whole, zipfile.ZipFile(broken, "w") as archive:
+        for name in whole.namelist():
+            data = whole.read(name)
+            archive.writestr(name, data[: len(data) // 2] if "sheet1" in name else data)
+    with pytest.raises(ParseError, match=r"a\.xlsx: damaged, or not what its name says") as e:
+        parse("a.xlsx", broken.getvalue())
+    assert e.value.code == "bad_document"
+
+
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 def test_csv_rows_stand_alone(delimiter: str) -> None:
     rows = [["name", "city"], ["Ann", "Hà Nội"], ["Bob", '"a, b; c"'.replace(delimiter, " ")]]

@@ -233,6 +233,24 @@ def test_operators_work_inside_the_search(retriever: Retriever) -> None:
         assert len(found(retriever, "red apples", filters={"year": {"$in": [1900, 1979]}}, mode=mode)) == 2
 
 
+def test_a_fault_with_one_source_does_not_lose_the_others(
+    retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = retriever.embedder.embed_passages
+
+    def fail(texts: Any) -> Any:
+        if any("poison" in t for t in texts):
+            raise RuntimeError("the embedder broke")
+        return whole(texts)
+
+    monkeypatch.setattr(retriever.embedder, "embed_passages", fail)
+    job = ingest(retriever, text_file("a.txt", "Apples."), text_file("b.txt", "poison"), text_file("c.txt", "Ships."))
+    assert [d.source for d in job.documents] == ["a.txt", "c.txt"]
+    assert [(e.name, e.code, e.message) for e in job.errors] == [
+        ("b.txt", "internal_error", "RuntimeError: the embedder broke")
+    ]
+
+
 def test_a_threshold_names_its_score_and_may_leave_nothing(retriever: Retriever) -> None:
     ingest(retriever, text_file("a.txt", "Apples are red."), text_file("b.txt", "Ships sail far."))
     request = SearchRequest("red apples", top_k=2)
