@@ -132,7 +132,7 @@ async def closed_loop(client: httpx.AsyncClient, a: argparse.Namespace, requests
 
 
 async def open_loop(client: httpx.AsyncClient, a: argparse.Namespace, requests: list[Row]) -> list[Row]:
-    """Requests at times of their own, however long answers take."""
+    """Requests at times of their own, however long answers take: each sleeps until its arrival, drawn beforehand."""
     rng = random.Random(a.seed)
     arrivals = list(itertools.accumulate(rng.expovariate(a.rate) for _ in requests))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +17,7 @@ from loadtest import serve_bench
 
 
 class Chat(BaseHTTPRequestHandler):
-    """Says as many tokens as it is asked for, less `server.missing`, after `server.delay_s`."""
+    """Says as many tokens as it is asked for, less `server.missing`, once `server.wait_for` requests have come together."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -26,7 +25,9 @@ class Chat(BaseHTTPRequestHandler):
             self.server.running += 1
             self.server.most = max(self.server.most, self.server.running)
             self.server.bodies.append(body)
-        time.sleep(self.server.delay_s)
+            if self.server.running >= self.server.wait_for:
+                self.server.together.set()
+        self.server.together.wait(10)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -47,9 +48,10 @@ class Chat(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def chat_server(delay_s: float = 0.0, missing: int = 0) -> Iterator[ThreadingHTTPServer]:
+def chat_server(wait_for: int = 1, missing: int = 0) -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Chat) as server:
-        server.delay_s, server.missing, server.lock = delay_s, missing, threading.Lock()
+        server.wait_for, server.missing, server.lock = wait_for, missing, threading.Lock()
+        server.together = threading.Event()
         server.running = server.most = 0
         server.bodies, server.count = [], lambda _: 7
         server.url = f"http://127.0.0.1:{server.server_port}"
@@ -65,26 +67,28 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 def test_servers_get_the_same_requests_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    with chat_server() as quick, chat_server(0.05) as slow:
+    with chat_server() as first, chat_server(wait_for=2) as second:
         code = serve_bench.main(
-            [f"quick={quick.url}", f"slow={slow.url}/", "-n", "4", "-c", "2", "--runs", "2", "--max-tokens", "3"]
+            [f"first={first.url}", f"second={second.url}/", "-n", "4", "-c", "2", "--runs", "2", "--max-tokens", "3"]
         )
     out = last_json(capsys)
     assert code == out["bad"] == 0
-    key = lambda b: json.dumps(b["messages"])  # noqa: E731
-    assert sorted(map(key, quick.bodies)) == sorted(map(key, slow.bodies))
-    assert len(quick.bodies) == 2 + 2 * 4
-    assert len({key(b) for b in quick.bodies}) > 8, "rounds must not repeat each other's prompts"
-    assert slow.most == 2
-    assert out["servers"]["slow"]["ttft_p50_ms"] > 50 > out["servers"]["quick"]["ttft_p50_ms"]
-    assert out["servers"]["quick"]["req_s"] > out["servers"]["slow"]["req_s"]
-    assert out["servers"]["quick"]["cached_pct"] is None
+    texts = [sorted(json.dumps(b["messages"]) for b in server.bodies) for server in (first, second)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2 + 2 * 4
+    assert len(set(texts[0])) > 8, "rounds must not repeat each other's prompts"
+    assert second.most == 2, "two clients, never more"
+    assert list(out["servers"]) == ["first", "second"]
+    for row in out["servers"].values():
+        assert row["e2e_p50_ms"] >= row["ttft_p50_ms"] > 0
+        assert row["cached_pct"] is None
 
 
 def test_an_open_loop_does_not_wait_for_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    with chat_server(0.3) as server:
+    with chat_server(wait_for=2) as server:
         serve_bench.main([server.url, "-n", "6", "--rate", "100", "--runs", "1", "--max-tokens", "2"])
-    assert server.most > 3
+    assert server.most >= 2
+    assert server.together.is_set()
     assert list(last_json(capsys)["servers"]) == [server.url]
 
 
