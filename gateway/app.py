@@ -26,8 +26,10 @@ from gateway.rag_routes import (
     delete_document,
     get_document,
     get_job,
+    list_collections,
     list_documents,
     rag_query,
+    retry_job,
 )
 from gateway.retrieval_client import RetrievalDead
 from gateway.services import Services
@@ -109,6 +111,7 @@ def make_app(services: Services, on_fatal: Callable[[str], None] | None = None) 
         route_handlers=[
             *(health_live, health_ready, metrics, openapi_json, docs_page, home_page),
             *(rag_query, add_documents, list_documents, get_document, delete_document, get_job),
+            *(retry_job, list_collections),
             *(chat_completions, completions, list_models),
         ],
         on_startup=[startup],

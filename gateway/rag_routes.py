@@ -17,7 +17,7 @@ from gateway.openai_routes import services_of
 from gateway.rag import Prepared, RagPipeline
 from gateway.retrieval_client import RetrievalDead
 from gateway.schemas import IngestBody, RagRequest
-from retrieval import DEFAULT_COLLECTION, IngestRequest, Job, JobState, SourceFile
+from retrieval import DEFAULT_COLLECTION, IngestRequest, Job, JobState, SourceFile, StorageFailed
 
 AnyRequest = Request[Any, Any, Any]
 T = TypeVar("T")
@@ -102,6 +102,19 @@ async def get_job(request: AnyRequest, job_id: str) -> dict[str, Any]:
     return job_dict(job)
 
 
+@post("/rag/jobs/{job_id:str}/retry", status_code=202)
+async def retry_job(request: AnyRequest, job_id: str) -> dict[str, Any]:
+    """Ingest again what an ended job could not, for no fault of the sources: a full disk, a fault of ours."""
+    return job_dict(await guarded(services_of(request).retrieval.retry(job_id)))
+
+
+@get("/rag/collections")
+async def list_collections(request: AnyRequest) -> dict[str, Any]:
+    """Collections, and how many documents each holds."""
+    found = await guarded(services_of(request).retrieval.collections())
+    return {"collections": [{"collection": name, "num_documents": n} for name, n in found.items()]}
+
+
 def job_dict(job: Job) -> dict[str, Any]:
     """A job as JSON."""
     out: dict[str, Any] = msgspec.to_builtins(job)
@@ -114,6 +127,8 @@ async def guarded(work: Awaitable[T]) -> T:
         return await work
     except ValueError as e:
         raise ApiError("invalid_request", str(e), str(e).split(" ", 1)[0].rstrip(":")) from e
+    except StorageFailed as e:
+        raise ApiError("storage_failed", str(e)) from e
     except RetrievalDead as e:
         raise ApiError("retrieval_unavailable", str(e)) from e
 

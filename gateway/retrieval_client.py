@@ -12,6 +12,7 @@ import msgspec
 from gateway.supervisor import ChildProcess
 from retrieval import (
     METHODS,
+    ById,
     Call,
     Document,
     DocumentsRequest,
@@ -25,6 +26,7 @@ from retrieval import (
     RetrievalStats,
     SearchRequest,
     SearchResult,
+    StorageFailed,
 )
 
 
@@ -32,8 +34,14 @@ class RetrievalDead(Exception):
     """The worker is gone, not there yet, or failed in a call by its own fault."""
 
 
+_FAULTS: dict[str, type[Exception]] = {"ValueError": ValueError, "StorageFailed": StorageFailed}
+
+
 class RetrievalClient:
-    """Calls to the worker. Each raises `ValueError`, naming the fault, for a bad argument, and `RetrievalDead`."""
+    """Calls to the worker. Each raises `ValueError`, naming the fault, for a bad argument, and `RetrievalDead`.
+
+    Those that write raise `StorageFailed` where the disk is full or cannot be written.
+    """
 
     def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int = 1) -> None:
         args = ["--data-dir", str(data_dir), "--embedder", str(embedder), "--threads", str(num_threads)]
@@ -73,34 +81,46 @@ class RetrievalClient:
         job: Job = await self._call("ingest", request)
         return job
 
-    async def job(self, job_id: str) -> Job | None:
+    async def retry(self, job_id: str, tenant: str = "") -> Job:
+        """Start an ended job again, for what failed for no fault of its own."""
+        job: Job = await self._call("retry", ById(job_id, tenant))
+        return job
+
+    async def job(self, job_id: str, tenant: str = "") -> Job | None:
         """A job as it stands, or None if there is none of that id."""
-        job: Job | None = await self._call("job", job_id)
+        job: Job | None = await self._call("job", ById(job_id, tenant))
         return job
 
-    async def wait(self, job_id: str) -> Job:
+    async def wait(self, job_id: str, tenant: str = "") -> Job:
         """A job once it has ended."""
-        job: Job = await self._call("wait", job_id)
+        job: Job = await self._call("wait", ById(job_id, tenant))
         return job
 
-    async def documents(self, collection: str | None = None, limit: int = 100, offset: int = 0) -> list[Document]:
+    async def documents(
+        self, collection: str | None = None, limit: int = 100, offset: int = 0, tenant: str = ""
+    ) -> list[Document]:
         """Records in the order of ingest."""
-        documents: list[Document] = await self._call("documents", DocumentsRequest(collection, limit, offset))
+        documents: list[Document] = await self._call("documents", DocumentsRequest(collection, limit, offset, tenant))
         return documents
 
-    async def document(self, document_id: str) -> Document | None:
+    async def collections(self, tenant: str = "") -> dict[str, int]:
+        """Documents in each of a tenant's collections."""
+        collections: dict[str, int] = await self._call("collections", tenant)
+        return collections
+
+    async def document(self, document_id: str, tenant: str = "") -> Document | None:
         """One record."""
-        document: Document | None = await self._call("document", document_id)
+        document: Document | None = await self._call("document", ById(document_id, tenant))
         return document
 
-    async def passages(self, document_id: str) -> list[Passage]:
+    async def passages(self, document_id: str, tenant: str = "") -> list[Passage]:
         """A document's passages, in order."""
-        passages: list[Passage] = await self._call("passages", document_id)
+        passages: list[Passage] = await self._call("passages", ById(document_id, tenant))
         return passages
 
-    async def delete(self, document_id: str) -> bool:
+    async def delete(self, document_id: str, tenant: str = "") -> bool:
         """Delete a document everywhere; False if there was none."""
-        return bool(await self._call("delete", document_id))
+        return bool(await self._call("delete", ById(document_id, tenant)))
 
     async def stats(self) -> RetrievalStats:
         """Gauges for metrics."""
@@ -137,8 +157,8 @@ class RetrievalClient:
                 if error_type is None:
                     future.set_result(payload)
                 else:
-                    kind = ValueError if error_type == "ValueError" else RetrievalDead
-                    future.set_exception(kind(error if kind is ValueError else f"{error_type}: {error}"))
+                    kind = _FAULTS.get(error_type)
+                    future.set_exception(kind(error) if kind else RetrievalDead(f"{error_type}: {error}"))
 
     def _died(self, code: int) -> None:
         self.is_ready = False

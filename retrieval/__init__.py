@@ -19,9 +19,10 @@ from retrieval.api import (
     SearchResult,
     SourceError,
     SourceFile,
+    StorageFailed,
     Twin,
 )
-from retrieval.wire import METHODS, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
+from retrieval.wire import METHODS, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
 
 if TYPE_CHECKING:
     from retrieval.evaluate import run_evaluation
@@ -40,6 +41,7 @@ __all__ = [
     "DEFAULT_COLLECTION",
     "METHODS",
     "SUPPORTED",
+    "ById",
     "Call",
     "Document",
     "DocumentsRequest",
@@ -60,6 +62,7 @@ __all__ = [
     "SearchResult",
     "SourceError",
     "SourceFile",
+    "StorageFailed",
     "Twin",
     "fold",
     "run_evaluation",

@@ -10,6 +10,10 @@ import msgspec
 DEFAULT_COLLECTION = "default"
 
 
+class StorageFailed(Exception):
+    """The disk is full, the folder cannot be written, or the database is gone. Nothing was changed."""
+
+
 class Document(msgspec.Struct, frozen=True):
     """One ingested source. It is fully searchable or not there at all."""
 
@@ -28,6 +32,8 @@ class Document(msgspec.Struct, frozen=True):
     """Unix time of ingest."""
     notes: tuple[str, ...] = ()
     """What the reader should know, such as a page without text."""
+    tenant: str = ""
+    """Whose it is; no other tenant finds, lists or deletes it."""
 
 
 class Passage(msgspec.Struct, frozen=True):
@@ -54,6 +60,8 @@ class Scores(msgspec.Struct, frozen=True):
     lexical: float
     """BM25, 0 where the passage shares no word with the query."""
     fused: float
+    rerank: float | None = None
+    """The reranker's, 0 to 1; None where no reranker looked at the passage."""
 
 
 class Twin(msgspec.Struct, frozen=True):
@@ -97,9 +105,13 @@ class SearchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which documents may be found, by their metadata: see filters.py."""
     mode: SearchMode = SearchMode.HYBRID
     min_score: dict[str, float] | None = None
-    """Least values of `dense` (cosine), `lexical` (BM25) or `fused`; hits below one of them are not returned."""
+    """Least values of `dense` (cosine), `lexical` (BM25), `fused` or `rerank`; hits below one are not returned."""
     diversity: float = 0.0
     """0: by score alone. Towards 1: a passage counts less the more it resembles one that is returned already."""
+    rerank: bool | None = None
+    """Let the reranker order the candidates. None: where there is one. True without one is an error."""
+    tenant: str = ""
+    """Whose documents are searched."""
 
 
 class SearchResult(msgspec.Struct, frozen=True):
@@ -108,6 +120,7 @@ class SearchResult(msgspec.Struct, frozen=True):
     hits: tuple[Hit, ...]
     embed_ms: float
     search_ms: float
+    rerank_ms: float = 0.0
 
 
 class SourceFile(msgspec.Struct, frozen=True):
@@ -129,6 +142,7 @@ class IngestRequest(msgspec.Struct, frozen=True):
 
     sources: tuple[SourceFile, ...]
     collection: str = DEFAULT_COLLECTION
+    tenant: str = ""
 
 
 class JobState(StrEnum):
@@ -146,8 +160,14 @@ class SourceError(msgspec.Struct, frozen=True):
 
     name: str
     code: str
-    """`unsupported_type`, `no_text`, `bad_encoding`, `bad_document`, `invalid_id` or `internal_error`."""
+    """`unsupported_type`, `no_text`, `bad_encoding`, `bad_document`, `invalid_id`, `storage_failed` or
+    `internal_error`."""
     message: str
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether the source itself may be sound: its bytes are kept for a retry then."""
+        return self.code in ("storage_failed", "internal_error")
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -161,6 +181,12 @@ class Job(msgspec.Struct, frozen=True):
     """Sources finished, well or not."""
     documents: tuple[Document, ...] = ()
     errors: tuple[SourceError, ...] = ()
+    tenant: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will happen by itself."""
+        return self.state in (JobState.DONE, JobState.FAILED)
 
 
 class RetrievalStats(msgspec.Struct, frozen=True):

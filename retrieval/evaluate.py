@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrieval import retriever as fusion
+from retrieval import ranking as fusion
 from retrieval.api import IngestRequest, SearchMode, SearchRequest, SourceFile
-from retrieval.dense import FlatIndex
+from retrieval.dense import DenseIndex
 from retrieval.embed import Embedder, make_embedder
 from retrieval.lexical import fold
 from retrieval.retriever import Retriever
@@ -112,7 +112,7 @@ def searcher(r: Retriever, mode: SearchMode) -> Search:
 def whole_documents(dataset: Dataset, embedder: Embedder) -> Search:
     """Dense search over documents that are not split but cut, title first."""
     ids: list[str] = []
-    index = FlatIndex(embedder.dim)
+    index = DenseIndex(embedder.dim)
     for batch in _batches(dataset.documents(), BATCH):
         vectors = embedder.embed_cut([f"{title} {text}".strip() for _, title, text in batch])
         index.add(range(len(ids), len(ids) + len(batch)), vectors)

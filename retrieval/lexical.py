@@ -25,6 +25,8 @@ _RUN = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z_]+|\d+")
 
 
+MAX_TERM = 128
+"""Characters of a term that count: a longer one is a blob, not a word."""
 K1, B = 0.9, 0.4
 """Saturation of repeated words, and how much a passage's length counts."""
 
@@ -38,7 +40,7 @@ class LexicalIndex(Protocol):
     def remove(self, keys: Iterable[int]) -> None:
         """Forget passages for good."""
 
-    def search(self, query: str, limit: int, allowed: frozenset[int] | None = None) -> list[tuple[int, float]]:
+    def search(self, query: str, limit: int, allowed: npt.NDArray[np.int64] | None = None) -> list[tuple[int, float]]:
         """Keys and scores, best first; a passage that shares no word is never among them."""
 
 
@@ -62,7 +64,11 @@ def terms(text: str) -> list[str]:
 
 def pairs(text: str) -> list[str]:
     """Neighbouring words, folded, as terms of their own: `mat troi`."""
-    words = [fold(m.group()) for m in _RUN.finditer(unicodedata.normalize("NFC", text)) if not _is_unspaced(m.group())]
+    words = [
+        fold(m.group()[:MAX_TERM])
+        for m in _RUN.finditer(unicodedata.normalize("NFC", text))
+        if not _is_unspaced(m.group())
+    ]
     return [f"{a} {b}" for a, b in pairwise(words)]
 
 
@@ -85,6 +91,7 @@ def _is_unspaced(run: str) -> bool:
 
 
 def _word_terms(run: str) -> list[str]:
+    run = run[:MAX_TERM]
     lower, plain = run.casefold(), fold(run)
     out = [plain, "=" + lower] if lower != plain else [plain]
     parts = _PART.findall(run)
@@ -150,7 +157,7 @@ class BM25:
         if len(self._keys) > 2 * len(self._rows) + 1000:
             self._compact()
 
-    def search(self, query: str, limit: int, allowed: frozenset[int] | None = None) -> list[tuple[int, float]]:
+    def search(self, query: str, limit: int, allowed: npt.NDArray[np.int64] | None = None) -> list[tuple[int, float]]:
         """Best passages for a query; `allowed` keeps only these keys."""
         if not self._rows:
             return []
@@ -169,8 +176,45 @@ class BM25:
             scores[rows] += idf * counts / (counts + norm[rows])
         scores[keys < 0] = 0
         if allowed is not None:
-            scores[~np.isin(keys, np.fromiter(allowed, np.int64, len(allowed)))] = 0
+            scores[~np.isin(keys, allowed)] = 0
         return [(int(keys[row]), float(scores[row])) for row in best_rows(scores, limit)]
+
+    def snapshot(self) -> dict[str, bytes]:
+        """The index as bytes by name, for `from_snapshot`: postings one after the other, and how long each is."""
+        if len(self._keys) > len(self._rows):
+            self._compact()
+        return {
+            "terms": "\n".join(self._vocabulary).encode(),
+            "rows": b"".join(rows.tobytes() for rows, _ in self._postings),
+            "counts": b"".join(counts.tobytes() for _, counts in self._postings),
+            "lengths": np.array([len(rows) for rows, _ in self._postings], np.uint32).tobytes(),
+            "row_terms": b"".join(row.tobytes() for row in self._terms),
+            "row_lengths": np.array([len(row) for row in self._terms], np.uint32).tobytes(),
+            "passage_lengths": self._lengths.tobytes(),
+            "keys": self._keys.tobytes(),
+        }
+
+    @classmethod
+    def from_snapshot(cls, parts: dict[str, bytes]) -> BM25:
+        """The index that `snapshot` was taken of."""
+        new = cls()
+        lengths, row_lengths = (np.frombuffer(parts[n], np.uint32).tolist() for n in ("lengths", "row_lengths"))
+        rows, counts = memoryview(parts["rows"]), memoryview(parts["counts"])
+        at = 0
+        for n in lengths:
+            new._postings.append((array("I", rows[4 * at : 4 * (at + n)]), array("H", counts[2 * at : 2 * (at + n)])))
+            at += n
+        row_terms, at = memoryview(parts["row_terms"]), 0
+        for n in row_lengths:
+            new._terms.append(array("I", row_terms[4 * at : 4 * (at + n)]))
+            at += n
+        if lengths:
+            new._vocabulary = {term: i for i, term in enumerate(parts["terms"].decode().split("\n"))}
+        new._frequencies = lengths
+        new._lengths, new._keys = array("f", parts["passage_lengths"]), array("q", parts["keys"])
+        new._rows = {key: row for row, key in enumerate(new._keys)}
+        new._total = math.fsum(new._lengths)
+        return new
 
     def _compact(self) -> None:
         """Leave the dead rows out, and the terms that only they had."""

@@ -15,6 +15,14 @@ class DocumentsRequest(msgspec.Struct, frozen=True):
     collection: str | None = None
     limit: int = 100
     offset: int = 0
+    tenant: str = ""
+
+
+class ById(msgspec.Struct, frozen=True):
+    """A document or a job of a tenant."""
+
+    id: str
+    tenant: str = ""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
@@ -43,7 +51,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     payload: bytes = b""
     error_type: str | None = None
-    """`ValueError` for a bad argument; anything else is the worker's own fault."""
+    """`ValueError` for a bad argument, `StorageFailed`; anything else is the worker's own fault."""
     error: str = ""
 
 
@@ -52,12 +60,14 @@ FromWorker = Ready | Failed | Reply
 METHODS: dict[str, tuple[Any, Any]] = {
     "search": (SearchRequest, SearchResult),
     "ingest": (IngestRequest, Job),
-    "job": (str, Job | None),
-    "wait": (str, Job),
+    "retry": (ById, Job),
+    "job": (ById, Job | None),
+    "wait": (ById, Job),
     "documents": (DocumentsRequest, list[Document]),
-    "document": (str, Document | None),
-    "passages": (str, list[Passage]),
-    "delete": (str, bool),
+    "collections": (str, dict[str, int]),
+    "document": (ById, Document | None),
+    "passages": (ById, list[Passage]),
+    "delete": (ById, bool),
     "stats": (type(None), RetrievalStats),
 }
 """Method -> type of its argument and of its result."""

@@ -13,8 +13,6 @@ import signal
 import sys
 import threading
 import traceback
-import uuid
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from retrieval.api import IngestRequest, Job, JobState, SearchRequest, SearchResult
-from retrieval.retriever import Retriever, check_collection, check_search
-from retrieval.store import EmbedderMismatch, StoreLocked
-from retrieval.wire import METHODS, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
+from retrieval.api import IngestRequest, Job, SearchRequest, SearchResult, StorageFailed
+from retrieval.corpus import EmbedderMismatch, StoreLocked
+from retrieval.ranking import check_search
+from retrieval.retriever import Retriever
+from retrieval.wire import METHODS, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
 
-MAX_JOBS = 1000
-"""Finished jobs that can still be asked about."""
 MAX_BATCH = 16
 """Questions embedded together."""
 
@@ -42,7 +39,8 @@ class RetrievalServer:
         self._socket = socket
         self._ingest_pool = ThreadPoolExecutor(1, "ingest")
         self._search_pool = ThreadPoolExecutor(1, "search")
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._jobs: dict[str, Job] = {}
+        """Jobs under way, as they stand."""
         self._tasks: dict[str, asyncio.Task[Job]] = {}
         self._questions: list[tuple[SearchRequest, asyncio.Future[SearchResult]]] = []
         self._searching: asyncio.Task[None] | None = None
@@ -53,6 +51,8 @@ class RetrievalServer:
         decoder = msgspec.msgpack.Decoder(Call)
         loop = asyncio.get_running_loop()
         await self._send(Ready(self._retriever.stats()))
+        for job in await asyncio.to_thread(self._retriever.unfinished_jobs):
+            self._begin(job)
         loading = loop.run_in_executor(self._search_pool, self._retriever.embedder.load)
         while True:
             call = decoder.decode(await self._socket.recv())
@@ -68,8 +68,9 @@ class RetrievalServer:
             argument = msgspec.msgpack.decode(call.payload, type=argument_type)
             result = await getattr(self, f"_do_{call.method}")(argument)
             reply = Reply(call.call_id, msgspec.msgpack.encode(result))
-        except ValueError as e:
-            reply = Reply(call.call_id, error_type="ValueError", error=str(e))
+        except (ValueError, StorageFailed) as e:
+            kind = "StorageFailed" if isinstance(e, StorageFailed) else "ValueError"
+            reply = Reply(call.call_id, error_type=kind, error=str(e))
         except Exception as e:  # a failing call must not end the worker; the caller gets the fault
             traceback.print_exc()
             reply = Reply(call.call_id, error_type=type(e).__name__, error=str(e))
@@ -103,54 +104,63 @@ class RetrievalServer:
         self._searching = None
 
     async def _do_ingest(self, request: IngestRequest) -> Job:
-        check_collection(request.collection)
-        job = Job(uuid.uuid4().hex, JobState.PENDING, request.collection, len(request.sources), 0)
-        self._jobs[job.job_id] = job
-        self._tasks[job.job_id] = asyncio.create_task(self._run_job(job, request))
+        job = await asyncio.to_thread(self._retriever.submit, request)
+        self._begin(job)
         return job
 
-    async def _run_job(self, job: Job, request: IngestRequest) -> Job:
+    async def _do_retry(self, r: ById) -> Job:
+        if r.id in self._jobs:
+            raise ValueError(f"job_id: the job {r.id!r} has not ended")
+        job = await asyncio.to_thread(self._retriever.retry_job, r.tenant, r.id)
+        self._begin(job)
+        return job
+
+    def _begin(self, job: Job) -> None:
+        self._jobs[job.job_id] = job
+        self._tasks[job.job_id] = task = asyncio.create_task(self._run_job(job))
+        task.add_done_callback(lambda _: self._forget(job.job_id))
+
+    async def _run_job(self, job: Job) -> Job:
         loop = asyncio.get_running_loop()
 
-        def progress(done: int) -> None:
-            running = msgspec.structs.replace(job, state=JobState.RUNNING, num_done=done)
-            loop.call_soon_threadsafe(self._note, running)
+        def note(running: Job) -> None:
+            loop.call_soon_threadsafe(self._jobs.__setitem__, running.job_id, running)
 
-        try:
-            done = await loop.run_in_executor(self._ingest_pool, self._retriever.ingest, request, progress, job.job_id)
-            await asyncio.sleep(0)  # progress notes sent before the end come first
-        except Exception:
-            self._note(msgspec.structs.replace(job, state=JobState.FAILED))
-            raise
-        self._jobs[job.job_id] = done
-        return done
+        return await loop.run_in_executor(self._ingest_pool, self._retriever.run_job, job, note)
 
-    def _note(self, job: Job) -> None:
-        if self._jobs[job.job_id].state not in (JobState.DONE, JobState.FAILED):
-            self._jobs[job.job_id] = job
-        while len(self._jobs) > MAX_JOBS and next(iter(self._jobs.values())).state in (JobState.DONE, JobState.FAILED):
-            old, _ = self._jobs.popitem(last=False)
-            self._tasks.pop(old, None)
+    def _forget(self, job_id: str) -> None:
+        """An ended job is the store's to remember."""
+        del self._jobs[job_id], self._tasks[job_id]
 
-    async def _do_wait(self, job_id: str) -> Job:
-        if job_id not in self._tasks:
-            raise ValueError(f"there is no job {job_id!r}")
-        return await asyncio.shield(self._tasks[job_id])
+    async def _do_wait(self, r: ById) -> Job:
+        running = self._jobs.get(r.id)
+        if running is not None and running.tenant == r.tenant:
+            return await asyncio.shield(self._tasks[r.id])
+        job = await self._do_job(r)
+        if job is None:
+            raise ValueError(f"job_id: there is no job {r.id!r}")
+        return job
 
-    async def _do_job(self, job_id: str) -> Job | None:
-        return self._jobs.get(job_id)
+    async def _do_job(self, r: ById) -> Job | None:
+        running = self._jobs.get(r.id)
+        if running is not None:
+            return running if running.tenant == r.tenant else None
+        return await asyncio.to_thread(self._retriever.job, r.tenant, r.id)
 
     async def _do_documents(self, r: DocumentsRequest) -> Any:
-        return await asyncio.to_thread(self._retriever.documents, r.collection, r.limit, r.offset)
+        return await asyncio.to_thread(self._retriever.documents, r.collection, r.limit, r.offset, r.tenant)
 
-    async def _do_document(self, document_id: str) -> Any:
-        return await asyncio.to_thread(self._retriever.document, document_id)
+    async def _do_collections(self, tenant: str) -> Any:
+        return await asyncio.to_thread(self._retriever.collections, tenant)
 
-    async def _do_passages(self, document_id: str) -> Any:
-        return await asyncio.to_thread(self._retriever.passages, document_id)
+    async def _do_document(self, r: ById) -> Any:
+        return await asyncio.to_thread(self._retriever.document, r.id, r.tenant)
 
-    async def _do_delete(self, document_id: str) -> Any:
-        return await asyncio.to_thread(self._retriever.delete, document_id)
+    async def _do_passages(self, r: ById) -> Any:
+        return await asyncio.to_thread(self._retriever.passages, r.id, r.tenant)
+
+    async def _do_delete(self, r: ById) -> Any:
+        return await asyncio.to_thread(self._retriever.delete, r.id, r.tenant)
 
     async def _do_stats(self, _: None) -> Any:
         return await asyncio.to_thread(self._retriever.stats)
@@ -169,7 +179,7 @@ async def _serve(args: argparse.Namespace) -> int:
                 await serving
             except asyncio.CancelledError:
                 return 0
-    except (StoreLocked, EmbedderMismatch, ValueError, OSError) as e:
+    except (StoreLocked, EmbedderMismatch, StorageFailed, ValueError, OSError) as e:
         await socket.send(msgspec.msgpack.encode(Failed(str(e))))
         return 3
     finally:

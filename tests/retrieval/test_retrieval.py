@@ -19,14 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval.api import IngestRequest, JobState, SearchMode, SearchRequest, SourceFile
-from retrieval.dense import FlatIndex
+from retrieval.corpus import EmbedderMismatch, StoreLocked
+from retrieval.dense import DenseIndex
 from retrieval.embed import Embedder, SentenceTransformerEmbedder
 from retrieval.lexical import BM25, best_rows, has_syllables, terms
 from retrieval.parse import parse
 from retrieval.parsed import ParseError, decode
 from retrieval.retriever import Retriever
 from retrieval.split import split
-from retrieval.store import EmbedderMismatch, Store, StoreLocked
+from retrieval.store import Store
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -422,11 +423,11 @@ def test_best_rows_are_those_of_a_full_sort() -> None:
     assert best_rows(np.zeros(3, np.float32), 2) == []
 
 
-def test_flat_index_equals_brute_force_and_forgets() -> None:
+def test_dense_index_equals_brute_force_and_forgets() -> None:
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(40, 8)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    index = FlatIndex(8)
+    index = DenseIndex(8)
     index.add(list(range(100, 140)), vectors)
     index.remove([105, 139])
     query = vectors[5]
@@ -434,7 +435,7 @@ def test_flat_index_equals_brute_force_and_forgets() -> None:
     assert [k for k, _ in index.search(query, 99)] == expected
     assert [k for k, _ in index.search(query, 5, allowed=[101, 105, 110])] == [k for k in expected if k in (101, 110)]
     assert index.search(np.full(8, np.nan, np.float32), 3) == []
-    assert index.cosines(query, [110]) == pytest.approx([float(vectors[10] @ query)], abs=1e-6)
+    assert index.vectors([110])[0] == pytest.approx(vectors[10])
 
 
 def test_two_processes_never_own_one_store(tmp_path: Path) -> None:
