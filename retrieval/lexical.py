@@ -199,12 +199,12 @@ class BM25:
         """The index that `snapshot` was taken of."""
         new = cls()
         lengths, row_lengths = (np.frombuffer(parts[n], np.uint32).tolist() for n in ("lengths", "row_lengths"))
-        rows, counts = memoryview(parts["rows"]), memoryview(parts["counts"])
+        rows, counts = parts["rows"], parts["counts"]
         at = 0
         for n in lengths:
             new._postings.append((array("I", rows[4 * at : 4 * (at + n)]), array("H", counts[2 * at : 2 * (at + n)])))
             at += n
-        row_terms, at = memoryview(parts["row_terms"]), 0
+        row_terms, at = parts["row_terms"], 0
         for n in row_lengths:
             new._terms.append(array("I", row_terms[4 * at : 4 * (at + n)]))
             at += n

@@ -517,3 +517,53 @@ def test_questions_of_a_real_set_are_answered_from_the_right_paragraph(retriever
     right = sum(r.hits[0].document_id == qrels[q["_id"]] for q, r in zip(questions, results, strict=True))
     assert len(questions) > 20
     assert right / len(questions) >= 0.85
+
+
+def test_a_job_goes_on_after_a_restart_and_what_failed_can_be_retried(
+    tmp_path: Path, embedder_path: Path, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = (text_file("a.txt", "Apples."), text_file("b.txt", "poison ships"), SourceFile("x.exe", b"MZ"))
+    with Retriever(tmp_path, embedder_path) as r:
+        job = r.submit(IngestRequest(sources))
+        assert (job.state, r.job("", job.job_id)) == (JobState.PENDING, job)
+    whole = embedder.embed_passages
+
+    def fail(texts: Any) -> Any:
+        if any("poison" in t for t in texts):
+            raise RuntimeError("the embedder broke")
+        return whole(texts)
+
+    with Retriever(tmp_path, embedder_path) as r:
+        r.embedder = embedder
+        monkeypatch.setattr(embedder, "embed_passages", fail)
+        assert [j.job_id for j in r.unfinished_jobs()] == [job.job_id]
+        seen: list[int] = []
+        done = r.run_job(job, lambda j: seen.append(j.num_done))
+        assert (done.state, done.num_done, seen) == (JobState.DONE, 3, [3, 3])
+        assert [d.source for d in done.documents] == ["a.txt"]
+        assert [(e.name, e.code) for e in done.errors] == [("b.txt", "internal_error"), ("x.exe", "unsupported_type")]
+        assert r.unfinished_jobs() == []
+        monkeypatch.undo()
+        again = r.retry_job("", job.job_id)
+        assert (again.state, again.num_done, [e.name for e in again.errors]) == (JobState.PENDING, 2, ["x.exe"])
+        mended = r.run_job(again, lambda _: None)
+        assert (mended.num_done, [d.source for d in mended.documents]) == (3, ["a.txt", "b.txt"])
+        assert r.job("", job.job_id) == mended
+        for tenant, job_id, why in (("", job.job_id, "no source"), ("", "nope", "no job"), ("t", job.job_id, "no job")):
+            with pytest.raises(ValueError, match=why):
+                r.retry_job(tenant, job_id)
+
+
+def test_small_documents_fill_the_embedders_batches(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    whole = retriever.embedder.embed_passages
+
+    def note(texts: Any) -> Any:
+        sizes.append(len(texts))
+        return whole(texts)
+
+    monkeypatch.setattr(retriever.embedder, "embed_passages", note)
+    job = ingest(retriever, *(text_file(f"{i}.txt", f"Text number {i}.") for i in range(100)))
+    assert sizes == [64, 36]
+    assert [d.source for d in job.documents] == [f"{i}.txt" for i in range(100)]
+    assert found(retriever, "Text number 77.")[0] == "Text number 77."
