@@ -52,7 +52,7 @@ def _term(key: str, value: Any, at: str, left: list[int], depth: int) -> Test:
         return lambda metadata: not inner(metadata)
     if key.startswith("$"):
         raise ValueError(f"{at}: there is no operator {key}; there are $and, $or, $not, and for a field {_known()}")
-    if isinstance(value, Mapping) and any(isinstance(k, str) and k.startswith("$") for k in value):
+    if is_operators(value):
         tests = [_operator(op, operand, f"{at}.{op}", left) for op, operand in value.items()]
     else:
         tests = [_equal(value)]
@@ -63,6 +63,11 @@ def _term(key: str, value: Any, at: str, left: list[int], depth: int) -> Test:
         return all(t(found) for t in tests)
 
     return test
+
+
+def is_operators(value: Any) -> bool:
+    """Whether a field's value asks for operators, not for equality with an object."""
+    return isinstance(value, Mapping) and any(isinstance(k, str) and k.startswith("$") for k in value)
 
 
 def _operator(op: str, operand: Any, at: str, left: list[int]) -> Callable[[Any], bool]:
@@ -111,6 +116,10 @@ def _equal(value: Any) -> Callable[[Any], bool]:
 
 def _same(a: Any, b: Any) -> bool:
     """Equality of JSON values: true is not 1."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 

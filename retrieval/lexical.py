@@ -100,6 +100,23 @@ def _word_terms(run: str) -> list[str]:
     return out
 
 
+def passage_terms(text: str) -> tuple[Counter[str], int]:
+    """What a passage is indexed by, how often each stands in it, and its length in words."""
+    counts = Counter(terms(text))
+    length = sum(n for term, n in counts.items() if not term.startswith("="))
+    if has_syllables(text):
+        counts.update(pairs(text))
+    return counts, length
+
+
+def query_terms(query: str) -> list[str]:
+    """What a question is looked for by, each once.
+
+    Typed without marks a question does not show its language; its pairs are found in passages that have pairs.
+    """
+    return list(dict.fromkeys([*terms(query), *pairs(query)]))
+
+
 class BM25:
     """`LexicalIndex` with postings in arrays. Not thread-safe: its owner holds a lock."""
 
@@ -122,10 +139,7 @@ class BM25:
 
     def add(self, key: int, text: str) -> None:
         """Index a passage."""
-        counts, row = Counter(terms(text)), len(self._keys)
-        length = float(sum(n for term, n in counts.items() if not term.startswith("=")))
-        if has_syllables(text):
-            counts.update(pairs(text))
+        (counts, length), row = passage_terms(text), len(self._keys)
         ids = array("I")
         for term, n in counts.items():
             at = self._vocabulary.setdefault(term, len(self._postings))
@@ -165,8 +179,7 @@ class BM25:
         average = self._total / len(self._rows) or 1.0  # passages without a single word have no length
         norm = self._k1 * (1 - self._b + self._b * lengths / average)
         scores = np.zeros(len(keys), np.float32)
-        # Typed without marks a question does not show its language; its pairs are found in passages that have pairs.
-        for term in dict.fromkeys([*terms(query), *pairs(query)]):
+        for term in query_terms(query):
             at = self._vocabulary.get(term)
             if at is None or not (frequency := self._frequencies[at]):
                 continue

@@ -11,21 +11,23 @@ import pytest
 
 from retrieval.api import Job, JobState, SearchMode, SearchRequest, SourceFile
 from retrieval.corpus import MAX_JOBS, Corpus, EmbedderMismatch
+from retrieval.postgres import PostgresCorpus
 
 from .corpora import DIM, found, open_local, put, vector_of
 
 Open = Callable[..., Corpus]
 
 
-@pytest.fixture(params=["sqlite"])
+@pytest.fixture(params=["sqlite", "postgres"])
 def open_corpus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the same corpus again and again; the last one is closed at the end."""
     opened: list[Corpus] = []
+    url = request.getfixturevalue("database") if request.param == "postgres" else ""
 
     def open_(embedder: str = "words") -> Corpus:
         while opened:
             opened.pop().close()
-        opened.append(open_local(tmp_path / "data", embedder))
+        opened.append(PostgresCorpus(url, embedder, DIM) if url else open_local(tmp_path / "data", embedder))
         return opened[0]
 
     yield open_
@@ -195,6 +197,7 @@ def test_old_jobs_are_forgotten_in_the_end_and_unfinished_ones_are_not(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("retrieval.store.MAX_JOBS", 5)
+    monkeypatch.setattr("retrieval.postgres.MAX_JOBS", 5)
     corpus.add_job(Job("first", JobState.PENDING, "default", 0, 0), [])
     for i in range(8):
         corpus.add_job(Job(f"j{i}", JobState.PENDING, "default", 0, 0), [SourceFile("a", b"a")])
