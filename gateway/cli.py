@@ -21,7 +21,9 @@ from gateway.models import (
 from gateway.settings import SettingsError, add_flags, load_settings, markdown_table
 from retrieval import DEFAULT_COLLECTION
 
-LOCAL = frozenset({"host", "port", "data_dir", "embedder", "embed_threads", "offline", "model", "dtype", "log_level"})
+LOCAL = frozenset(
+    {"host", "port", "data_dir", "store", "embedder", "embed_threads", "offline", "model", "dtype", "log_level"}
+)
 """Settings that commands other than serve take as flags."""
 
 

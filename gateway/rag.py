@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from engine import RequestStats, SamplingParams, Segment, SegmentKind
 from gateway.citations import Citation, cite
@@ -18,8 +18,9 @@ from gateway.retrieval_client import RetrievalDead
 from gateway.schemas import RagRequest
 from gateway.services import Services
 from gateway.usage import counts_dict, timings_dict, usage_dict
-from retrieval import Hit, SearchRequest, SearchResult
+from retrieval import Hit, SearchRequest, SearchResult, StorageFailed
 
+T = TypeVar("T")
 NEW_CONVERSATION = "new"
 Event = tuple[str, dict[str, Any]]
 
@@ -147,14 +148,8 @@ class RagPipeline:
         return wanted, self._conversations[wanted]
 
     async def _search(self, r: RagRequest) -> SearchResult:
-        try:
-            return await self._services.retrieval.search(
-                SearchRequest(r.query, r.collection, r.top_k, r.filters or None, r.mode, r.min_score, r.diversity)
-            )
-        except ValueError as e:
-            raise ApiError("invalid_request", str(e), str(e).split(" ", 1)[0].rstrip(":")) from e
-        except RetrievalDead as e:
-            raise ApiError("retrieval_unavailable", str(e)) from e
+        request = SearchRequest(r.query, r.collection, r.top_k, r.filters or None, r.mode, r.min_score, r.diversity)
+        return await guarded(self._services.retrieval.search(request))
 
     def _assemble(
         self, r: RagRequest, found: SearchResult, params: SamplingParams, conversation: Conversation | None
@@ -243,3 +238,15 @@ def _citation(c: Citation, hits: tuple[Hit, ...]) -> dict[str, Any]:
         "score": round(c.score, 4),
         "answer_span": [c.answer_start, c.answer_end],
     }
+
+
+async def guarded(work: Awaitable[T]) -> T:
+    """A retrieval call, its faults as `ApiError`."""
+    try:
+        return await work
+    except ValueError as e:
+        raise ApiError("invalid_request", str(e), str(e).split(" ", 1)[0].rstrip(":")) from e
+    except StorageFailed as e:
+        raise ApiError("storage_failed", str(e)) from e
+    except RetrievalDead as e:
+        raise ApiError("retrieval_unavailable", str(e)) from e

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from litestar import Request, Response, delete, get, post
@@ -14,13 +14,11 @@ from litestar.response import Stream
 from gateway import sse
 from gateway.errors import ApiError, decode_body
 from gateway.openai_routes import services_of
-from gateway.rag import Prepared, RagPipeline
-from gateway.retrieval_client import RetrievalDead
+from gateway.rag import Prepared, RagPipeline, guarded
 from gateway.schemas import IngestBody, RagRequest
-from retrieval import DEFAULT_COLLECTION, IngestRequest, Job, JobState, SourceFile, StorageFailed
+from retrieval import DEFAULT_COLLECTION, IngestRequest, Job, JobState, SourceFile
 
 AnyRequest = Request[Any, Any, Any]
-T = TypeVar("T")
 
 
 def pipeline_of(request: AnyRequest) -> RagPipeline:
@@ -119,18 +117,6 @@ def job_dict(job: Job) -> dict[str, Any]:
     """A job as JSON."""
     out: dict[str, Any] = msgspec.to_builtins(job)
     return out
-
-
-async def guarded(work: Awaitable[T]) -> T:
-    """A retrieval call, its faults as `ApiError`."""
-    try:
-        return await work
-    except ValueError as e:
-        raise ApiError("invalid_request", str(e), str(e).split(" ", 1)[0].rstrip(":")) from e
-    except StorageFailed as e:
-        raise ApiError("storage_failed", str(e)) from e
-    except RetrievalDead as e:
-        raise ApiError("retrieval_unavailable", str(e)) from e
 
 
 async def _ingest_request(request: AnyRequest) -> IngestRequest:

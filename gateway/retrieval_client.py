@@ -12,6 +12,7 @@ import msgspec
 from gateway.supervisor import ChildProcess
 from retrieval import (
     METHODS,
+    STORE,
     ById,
     Call,
     Document,
@@ -43,9 +44,9 @@ class RetrievalClient:
     Those that write raise `StorageFailed` where the disk is full or cannot be written.
     """
 
-    def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int = 1) -> None:
+    def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int = 1, store: str = "") -> None:
         args = ["--data-dir", str(data_dir), "--embedder", str(embedder), "--threads", str(num_threads)]
-        self._child = ChildProcess("retrieval.worker", args, self._take, self._died)
+        self._child = ChildProcess("retrieval.worker", args, self._take, self._died, {STORE: store})
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
         self._ids = count()
         self._calls: dict[int, asyncio.Future[bytes]] = {}

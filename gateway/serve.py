@@ -41,7 +41,7 @@ def make_services(settings: Settings) -> Services:
     model = resolve_model(settings.engine.model, offline=offline, say=say, verbose=True)
     embedder = resolve_embedder(settings.gateway.embedder, offline=offline, say=say, verbose=True)
     engine = LocalEngineClient(msgspec.structs.replace(settings.engine, model=str(model)))
-    retrieval = RetrievalClient(settings.data_dir, embedder, settings.gateway.embed_threads)
+    retrieval = RetrievalClient(settings.data_dir, embedder, settings.gateway.embed_threads, settings.gateway.store)
     return Services(settings, engine, retrieval, model)
 
 

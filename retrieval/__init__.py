@@ -22,7 +22,7 @@ from retrieval.api import (
     StorageFailed,
     Twin,
 )
-from retrieval.wire import METHODS, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
+from retrieval.wire import METHODS, STORE, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
 
 if TYPE_CHECKING:
     from retrieval.evaluate import run_evaluation
@@ -40,6 +40,7 @@ _LAZY = {
 __all__ = [
     "DEFAULT_COLLECTION",
     "METHODS",
+    "STORE",
     "SUPPORTED",
     "ById",
     "Call",

@@ -26,7 +26,8 @@ class Database:
         try:
             conninfo_to_dict(url)
         except psycopg.ProgrammingError as e:
-            raise ValueError(f"the store's URL is not one of PostgreSQL: {str(e).strip()}") from e
+            # What it says may quote the password.
+            raise ValueError("store: this is no URL such as postgresql://user:password@host:5432/database") from e
         self._url = url
         self._idle: queue.LifoQueue[Connection] = queue.LifoQueue()
         self._session: Connection | None = None

@@ -26,7 +26,7 @@ from retrieval.api import (
 )
 from retrieval.corpus import Corpus
 from retrieval.dense import Vectors
-from retrieval.embed import make_embedder
+from retrieval.embed import Embedder, make_embedder
 from retrieval.ingest import Ingest, Outcome
 from retrieval.local import LocalCorpus
 from retrieval.ranking import check_collection, check_search, diversify, fuse, group_twins, is_good, make_hits
@@ -40,13 +40,16 @@ CANDIDATES = 50
 class Retriever:
     """Documents in, hits out. Use as a context manager.
 
-    Raises `StoreLocked` if another process owns the folder, `EmbedderMismatch` if its vectors are another model's,
-    `StorageFailed` if it cannot be written.
+    The corpus is one of the folder, or of the database whose URL is `store`. Raises `StoreLocked` if another process
+    owns the folder, `EmbedderMismatch` if its vectors are another model's, `StorageFailed` if it cannot be written or
+    reached, `ValueError` if the URL is none.
     """
 
-    def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int | None = None) -> None:
+    def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int | None = None, store: str = "") -> None:
         self.embedder = make_embedder(embedder, num_threads)
-        self._corpus: Corpus = LocalCorpus(data_dir, self.embedder.identity, self.embedder.dim)
+        self.is_shared = bool(store)
+        """Whether other processes use the same corpus."""
+        self._corpus = _open_corpus(data_dir, store, self.embedder)
 
     def __enter__(self) -> Retriever:
         return self
@@ -132,7 +135,7 @@ class Retriever:
         return self._corpus.job(tenant, job_id)
 
     def unfinished_jobs(self) -> list[Job]:
-        """Jobs that an earlier process left behind."""
+        """Jobs that no living process is at."""
         return self._corpus.unfinished_jobs()
 
     def documents(
@@ -183,6 +186,18 @@ class Retriever:
                 relevance = np.array([scores[k].fused for k in ranked], np.float32)
                 ranked = diversify(ranked, relevance, view.vectors(ranked), request.top_k, request.diversity)
             return make_hits(view, ranked[: request.top_k], scores, twins)
+
+
+def _open_corpus(data_dir: Path, store: str, embedder: Embedder) -> Corpus:
+    if not store:
+        return LocalCorpus(data_dir, embedder.identity, embedder.dim)
+    if not store.startswith(("postgresql://", "postgres://")):
+        raise ValueError("store: not empty and not a URL such as postgresql://user:password@host:5432/database")
+    try:
+        from retrieval.postgres import PostgresCorpus
+    except ImportError as e:
+        raise ValueError("store: PostgreSQL needs psycopg: pip install 'foreword[postgres]'") from e
+    return PostgresCorpus(store, embedder.identity, embedder.dim)
 
 
 def _new_job(request: IngestRequest) -> Job:

@@ -8,6 +8,9 @@ import msgspec
 
 from retrieval.api import Document, IngestRequest, Job, Passage, RetrievalStats, SearchRequest, SearchResult
 
+STORE = "FOREWORD_STORE"
+"""Variable that tells a worker the URL of a shared store."""
+
 
 class DocumentsRequest(msgspec.Struct, frozen=True):
     """Which records to list."""

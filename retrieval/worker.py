@@ -1,5 +1,7 @@
 """Retrieval as a process of its own: `python -m retrieval.worker --endpoint E --data-dir D --embedder FOLDER`.
 
+The variable `FOREWORD_STORE` is the URL of a shared store: on the command line all users could read its password.
+
 One thread ingests, one searches; questions that arrive while a search runs are embedded together in the next one. The
 process ends when its standard input closes (its parent is gone) or on SIGTERM.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -25,10 +28,14 @@ from retrieval.api import IngestRequest, Job, SearchRequest, SearchResult, Stora
 from retrieval.corpus import EmbedderMismatch, StoreLocked
 from retrieval.ranking import check_search
 from retrieval.retriever import Retriever
-from retrieval.wire import METHODS, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
+from retrieval.wire import METHODS, STORE, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
+
+log = logging.getLogger("foreword")
 
 MAX_BATCH = 16
 """Questions embedded together."""
+TAKE_JOBS_S = 30.0
+"""Seconds between looks for jobs that another gateway left behind in a shared store."""
 
 
 class RetrievalServer:
@@ -45,14 +52,16 @@ class RetrievalServer:
         self._questions: list[tuple[SearchRequest, asyncio.Future[SearchResult]]] = []
         self._searching: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
+        self._taking: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Serve until cancelled."""
         decoder = msgspec.msgpack.Decoder(Call)
         loop = asyncio.get_running_loop()
         await self._send(Ready(self._retriever.stats()))
-        for job in await asyncio.to_thread(self._retriever.unfinished_jobs):
-            self._begin(job)
+        await self._take_jobs()
+        if self._retriever.is_shared:
+            self._taking = asyncio.create_task(self._keep_taking_jobs())
         loading = loop.run_in_executor(self._search_pool, self._retriever.embedder.load)
         while True:
             call = decoder.decode(await self._socket.recv())
@@ -115,6 +124,19 @@ class RetrievalServer:
         self._begin(job)
         return job
 
+    async def _take_jobs(self) -> None:
+        for job in await asyncio.to_thread(self._retriever.unfinished_jobs):
+            self._begin(job)
+
+    async def _keep_taking_jobs(self) -> None:
+        """Go on with jobs of gateways that have gone."""
+        while True:
+            await asyncio.sleep(TAKE_JOBS_S)
+            try:
+                await self._take_jobs()
+            except StorageFailed as e:
+                log.warning("no look for jobs left behind: %s", e)
+
     def _begin(self, job: Job) -> None:
         self._jobs[job.job_id] = job
         self._tasks[job.job_id] = task = asyncio.create_task(self._run_job(job))
@@ -172,7 +194,7 @@ async def _serve(args: argparse.Namespace) -> int:
     socket.linger = 500
     socket.connect(args.endpoint)
     try:
-        with Retriever(args.data_dir, args.embedder, args.threads) as retriever:
+        with Retriever(args.data_dir, args.embedder, args.threads, os.environ.get(STORE, "")) as retriever:
             serving = asyncio.create_task(RetrievalServer(retriever, socket).run())
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
             try:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ class Server:
     """A running cluster."""
 
     url: str
+    stop: Callable[[], None]
+    """As a crash would."""
 
     def new_database(self, name: str) -> str:
         """URL of an empty database."""
@@ -70,9 +72,14 @@ def postgres() -> Iterator[Server]:
         run(f"{programs}/initdb", "-D", f"{data}", "-U", "foreword", "-A", "trust", "-E", "UTF8", "--locale=C", "-N")
         options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off -c max_connections=60"
         run(f"{programs}/pg_ctl", "-D", f"{data}", "-l", f"{log}", "-o", options, "-w", "start")
+
+        def stop() -> None:
+            if (data / "postmaster.pid").exists():
+                run(f"{programs}/pg_ctl", "-D", f"{data}", "-m", "immediate", "-w", "stop")
+
         try:
-            yield Server(f"postgresql://foreword@127.0.0.1:{port}/postgres")
+            yield Server(f"postgresql://foreword@127.0.0.1:{port}/postgres", stop)
         finally:
-            run(f"{programs}/pg_ctl", "-D", f"{data}", "-m", "immediate", "-w", "stop")
+            stop()
     finally:
         shutil.rmtree(folder)
