@@ -27,9 +27,12 @@ CODES: dict[str, tuple[int, str]] = {
     "bad_document": (422, "the file is damaged or encrypted"),
     "invalid_id": (422, "a document id is empty, too long or taken in another collection"),
     "internal_error": (500, "a fault of ours; the log has the details"),
-    "storage_failed": (507, "the disk is full or cannot be written, or the database is gone; nothing was changed"),
+    "storage_failed": (507, "the disk is full, or the folder or the database cannot be written; nothing was changed"),
     "engine_unavailable": (503, "the engine is starting, or died and is being started again"),
-    "retrieval_unavailable": (503, "the retrieval worker is starting, or died and is being started again"),
+    "retrieval_unavailable": (
+        503,
+        "the retrieval worker is starting, or died and is being started again, or its database is out of reach",
+    ),
     "shutting_down": (503, "the server is ending and takes no new requests"),
 }
 """Every error code: status, and when it happens."""

@@ -18,7 +18,7 @@ from gateway.retrieval_client import RetrievalDead
 from gateway.schemas import RagRequest
 from gateway.services import Services
 from gateway.usage import counts_dict, timings_dict, usage_dict
-from retrieval import Hit, SearchRequest, SearchResult, StorageFailed
+from retrieval import Hit, SearchRequest, SearchResult, StorageFailed, StoreUnavailable
 
 T = TypeVar("T")
 NEW_CONVERSATION = "new"
@@ -246,7 +246,7 @@ async def guarded(work: Awaitable[T]) -> T:
         return await work
     except ValueError as e:
         raise ApiError("invalid_request", str(e), str(e).split(" ", 1)[0].rstrip(":")) from e
+    except (StoreUnavailable, RetrievalDead) as e:
+        raise ApiError("retrieval_unavailable", str(e)) from e
     except StorageFailed as e:
         raise ApiError("storage_failed", str(e)) from e
-    except RetrievalDead as e:
-        raise ApiError("retrieval_unavailable", str(e)) from e

@@ -28,6 +28,7 @@ from retrieval import (
     SearchRequest,
     SearchResult,
     StorageFailed,
+    StoreUnavailable,
 )
 
 
@@ -35,13 +36,14 @@ class RetrievalDead(Exception):
     """The worker is gone, not there yet, or failed in a call by its own fault."""
 
 
-_FAULTS: dict[str, type[Exception]] = {"ValueError": ValueError, "StorageFailed": StorageFailed}
+_FAULTS: dict[str, type[Exception]] = {t.__name__: t for t in (ValueError, StorageFailed, StoreUnavailable)}
 
 
 class RetrievalClient:
     """Calls to the worker. Each raises `ValueError`, naming the fault, for a bad argument, and `RetrievalDead`.
 
-    Those that write raise `StorageFailed` where the disk is full or cannot be written.
+    Those that write raise `StorageFailed` where the disk is full or cannot be written, all of them `StoreUnavailable`
+    where a shared store cannot be reached.
     """
 
     def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int = 1, store: str = "") -> None:

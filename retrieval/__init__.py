@@ -20,6 +20,7 @@ from retrieval.api import (
     SourceError,
     SourceFile,
     StorageFailed,
+    StoreUnavailable,
     Twin,
 )
 from retrieval.wire import METHODS, STORE, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
@@ -64,6 +65,7 @@ __all__ = [
     "SourceError",
     "SourceFile",
     "StorageFailed",
+    "StoreUnavailable",
     "Twin",
     "fold",
     "run_evaluation",

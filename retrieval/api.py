@@ -11,7 +11,11 @@ DEFAULT_COLLECTION = "default"
 
 
 class StorageFailed(Exception):
-    """The disk is full, the folder cannot be written, or the database is gone. Nothing was changed."""
+    """The disk is full, or the folder or the database cannot be written. Nothing was changed."""
+
+
+class StoreUnavailable(StorageFailed):
+    """The database cannot be reached, or broke off. Nothing was changed; later it may go."""
 
 
 class Document(msgspec.Struct, frozen=True):

@@ -102,4 +102,4 @@ class Corpus(Protocol):
         """What a job has not dealt with, and after its end what can be retried."""
 
     def unfinished_jobs(self) -> list[Job]:
-        """Jobs that an earlier process left behind and no living one is at, oldest first."""
+        """Jobs that no other living process is at, oldest first: left behind, or this one's own."""

@@ -6,12 +6,14 @@ said by advisory locks, which end with the process.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import LiteralString
 
 import msgspec
+from psycopg.sql import SQL, Identifier
 
 from retrieval.api import Document, Job, JobState, Passage, SourceFile, StorageFailed
 from retrieval.corpus import MAX_JOBS, EmbedderMismatch
@@ -74,7 +76,7 @@ class PostgresCorpus:
         """One snapshot of the database."""
         with self._db.transaction("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY") as db:
             db.execute("SET LOCAL hnsw.iterative_scan = relaxed_order")
-            yield PostgresView(db)
+            yield PostgresView(db, self._dim)
 
     def put(self, document: Document, text: str, passages: Sequence[tuple[Passage, str]], vectors: Vectors) -> None:
         """Store a document in place of any of the same tenant and id."""
@@ -154,16 +156,23 @@ class PostgresCorpus:
         return documents or 0, passages or 0
 
     def checkpoint(self) -> None:
-        """Bring the planner's statistics up to date; a large collection gets its graph."""
+        """Bring the planner's statistics up to date; a large collection gets its graph, writes wait meanwhile."""
         with self._db.transaction() as db:
             (most,) = db.execute("SELECT coalesce(max(passages), 0) FROM foreword.totals").fetchone() or (0,)
             if most > ALL_WORDS_LIMIT:
                 db.execute("ANALYZE foreword.passages")
-            if most > EXACT_LIMIT and self._dim <= MAX_HNSW_DIM:
-                db.execute("SELECT pg_advisory_xact_lock(hashtextextended('foreword schema', 0))")
+            if most <= EXACT_LIMIT or self._dim > MAX_HNSW_DIM:
+                return
+            db.execute("SELECT pg_advisory_xact_lock(hashtextextended('foreword schema', 0))")
+            large: LiteralString = "SELECT tenant, collection FROM foreword.totals WHERE passages > %s"
+            for tenant, collection in db.execute(large, (EXACT_LIMIT,)).fetchall():
+                # A graph each: in one for all, the nearest would mostly be other collections' and be thrown away.
+                name = hashlib.sha256(msgspec.msgpack.encode((tenant, collection))).hexdigest()[:16]
                 db.execute(
-                    "CREATE INDEX IF NOT EXISTS passages_by_vector ON foreword.passages"
-                    " USING hnsw (vector vector_ip_ops)"
+                    SQL(
+                        "CREATE INDEX IF NOT EXISTS {} ON foreword.passages USING hnsw (vector vector_ip_ops)"
+                        " WHERE tenant = {} AND collection = {}"
+                    ).format(Identifier(f"passages_by_vector_{name}"), tenant, collection)
                 )
 
     def add_job(self, job: Job, sources: Sequence[SourceFile]) -> None:
@@ -209,13 +218,13 @@ class PostgresCorpus:
         return [(at, msgspec.msgpack.decode(source, type=SourceFile)) for at, source in rows]
 
     def unfinished_jobs(self) -> list[Job]:
-        """Jobs that no living process is at; they are this one's now."""
+        """Jobs that no other living process is at; they are this one's now."""
         sql: LiteralString = "SELECT tenant, job_id FROM foreword.jobs WHERE state <> ALL (%s) ORDER BY serial"
         with self._db.transaction() as db:
             left = db.execute(sql, ([JobState.DONE.value, JobState.FAILED.value],)).fetchall()
         taken = []
         for tenant, job_id in left:
-            if self._db.take(job_id):
+            if self._db.holds(job_id) or self._db.take(job_id):
                 job = self.job(tenant, job_id)
                 if job is None or job.has_ended:  # between the question and the lock
                     self._db.release(job_id)

@@ -11,7 +11,7 @@ from typing import Any, LiteralString
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from retrieval.api import StorageFailed
+from retrieval.api import StorageFailed, StoreUnavailable
 
 POOL = 8
 """Connections kept open."""
@@ -20,7 +20,10 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 class Database:
-    """Thread-safe. Raises `ValueError` if the URL is none, `StorageFailed` in a block whose database fails."""
+    """Thread-safe.
+
+    Raises `ValueError` if the URL is none, and in a block whose database fails `StorageFailed` or `StoreUnavailable`.
+    """
 
     def __init__(self, url: str) -> None:
         try:
@@ -105,7 +108,10 @@ class Database:
                 db.close()
 
     def _connect(self) -> Connection:
-        return psycopg.connect(self._url, autocommit=True, connect_timeout=10, application_name="foreword")
+        # Planned anew each time: a plan for any collection could not use the graph of one.
+        return psycopg.connect(
+            self._url, autocommit=True, prepare_threshold=None, connect_timeout=10, application_name="foreword"
+        )
 
 
 @contextmanager
@@ -115,5 +121,7 @@ def _failures() -> Iterator[None]:
         yield
     except psycopg.errors.FeatureNotSupported as e:
         raise StorageFailed(f"the database lacks the extension pgvector: {str(e).strip()}") from e
-    except (psycopg.OperationalError, psycopg.InternalError, psycopg.errors.InsufficientPrivilege) as e:
-        raise StorageFailed(f"the database failed: {str(e).strip()}") from e
+    except (psycopg.errors.DiskFull, psycopg.InternalError, psycopg.errors.InsufficientPrivilege) as e:
+        raise StorageFailed(f"the database cannot be written: {str(e).strip()}") from e
+    except psycopg.OperationalError as e:
+        raise StoreUnavailable(f"the database failed: {str(e).strip()}") from e

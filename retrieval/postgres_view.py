@@ -2,7 +2,7 @@
 
 A `tsvector` holds our own terms (lexical.py), and its positions are how often a term stands in the passage, so scores
 are those of lexical.py. Vectors are compared one by one up to `EXACT_LIMIT` passages in a collection and wherever there
-are filters; beyond, an HNSW graph (Malkov and Yashunin 2018) is asked.
+are filters; beyond, the collection's HNSW graph (Malkov and Yashunin 2018) is asked.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ FROM matched m JOIN frequencies f USING (lexeme) WHERE {fits} GROUP BY m.key ORD
 class PostgresView:
     """`View` within one transaction."""
 
-    def __init__(self, db: Connection) -> None:
+    def __init__(self, db: Connection, dim: int) -> None:
         self._db = db
+        self._dim = dim
 
     def candidates(self, request: SearchRequest, vector: Vectors, limit: int) -> list[Candidate]:
         """The nearest by vectors and by words."""
@@ -80,10 +81,7 @@ class PostgresView:
         """Vectors [n, dim] of passages."""
         sql: LiteralString = "SELECT key, vector::real[] FROM foreword.passages WHERE key = ANY (%s)"
         found: dict[int, list[float]] = dict(self._db.execute(sql, (list(keys),)).fetchall())
-        if keys:
-            return np.array([found[k] for k in keys], np.float32)
-        (dim,) = self._db.execute("SELECT value::int FROM foreword.meta WHERE key = 'dim'").fetchone() or (0,)
-        return np.zeros((0, dim), np.float32)
+        return np.array([found[k] for k in keys], np.float32).reshape(len(keys), self._dim)
 
     def passages(self, keys: Sequence[int]) -> list[tuple[Passage, Document]]:
         """Passages with their documents."""

@@ -96,7 +96,10 @@ class Retriever:
         return job
 
     def run_job(self, job: Job, on_change: Callable[[Job], None]) -> Job:
-        """Do what is left of a kept job."""
+        """Do what is left of a kept job. Raises `StorageFailed` if it cannot be begun: it stays as it was."""
+        job = self._corpus.job(job.tenant, job.job_id) or job
+        if job.has_ended:  # between the caller's knowing of it and now
+            return job
         sources = self._corpus.job_sources(job.job_id)
         job = msgspec.structs.replace(job, state=JobState.RUNNING)
         at = 0
@@ -110,7 +113,10 @@ class Retriever:
         job = _end(job)
         self._keep(job, [])
         on_change(job)
-        self._corpus.checkpoint()
+        try:
+            self._corpus.checkpoint()
+        except StorageFailed as e:  # it only makes later searches and starts faster
+            log.error("no checkpoint after job %s: %s", job.job_id, e)
         return job
 
     def retry_job(self, tenant: str, job_id: str) -> Job:
@@ -191,8 +197,6 @@ class Retriever:
 def _open_corpus(data_dir: Path, store: str, embedder: Embedder) -> Corpus:
     if not store:
         return LocalCorpus(data_dir, embedder.identity, embedder.dim)
-    if not store.startswith(("postgresql://", "postgres://")):
-        raise ValueError("store: not empty and not a URL such as postgresql://user:password@host:5432/database")
     try:
         from retrieval.postgres import PostgresCorpus
     except ImportError as e:

@@ -54,7 +54,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     payload: bytes = b""
     error_type: str | None = None
-    """`ValueError` for a bad argument, `StorageFailed`; anything else is the worker's own fault."""
+    """`ValueError` for a bad argument, `StorageFailed`, `StoreUnavailable`; anything else is the worker's own fault."""
     error: str = ""
 
 

@@ -77,9 +77,10 @@ class RetrievalServer:
             argument = msgspec.msgpack.decode(call.payload, type=argument_type)
             result = await getattr(self, f"_do_{call.method}")(argument)
             reply = Reply(call.call_id, msgspec.msgpack.encode(result))
-        except (ValueError, StorageFailed) as e:
-            kind = "StorageFailed" if isinstance(e, StorageFailed) else "ValueError"
-            reply = Reply(call.call_id, error_type=kind, error=str(e))
+        except StorageFailed as e:
+            reply = Reply(call.call_id, error_type=type(e).__name__, error=str(e))
+        except ValueError as e:
+            reply = Reply(call.call_id, error_type="ValueError", error=str(e))
         except Exception as e:  # a failing call must not end the worker; the caller gets the fault
             traceback.print_exc()
             reply = Reply(call.call_id, error_type=type(e).__name__, error=str(e))
@@ -126,10 +127,14 @@ class RetrievalServer:
 
     async def _take_jobs(self) -> None:
         for job in await asyncio.to_thread(self._retriever.unfinished_jobs):
-            self._begin(job)
+            if job.job_id not in self._jobs:
+                self._begin(job)
 
     async def _keep_taking_jobs(self) -> None:
-        """Go on with jobs of gateways that have gone."""
+        """Go on with jobs of gateways that have gone, and with own ones that could not be begun.
+
+        A look now and then, since PostgreSQL tells nobody that a process, and with it its locks, has gone.
+        """
         while True:
             await asyncio.sleep(TAKE_JOBS_S)
             try:
@@ -140,7 +145,7 @@ class RetrievalServer:
     def _begin(self, job: Job) -> None:
         self._jobs[job.job_id] = job
         self._tasks[job.job_id] = task = asyncio.create_task(self._run_job(job))
-        task.add_done_callback(lambda _: self._forget(job.job_id))
+        task.add_done_callback(lambda ended: self._forget(job.job_id, ended))
 
     async def _run_job(self, job: Job) -> Job:
         loop = asyncio.get_running_loop()
@@ -150,9 +155,11 @@ class RetrievalServer:
 
         return await loop.run_in_executor(self._ingest_pool, self._retriever.run_job, job, note)
 
-    def _forget(self, job_id: str) -> None:
+    def _forget(self, job_id: str, ended: asyncio.Task[Job]) -> None:
         """An ended job is the store's to remember."""
         del self._jobs[job_id], self._tasks[job_id]
+        if not ended.cancelled() and (fault := ended.exception()) is not None:
+            log.error("the job %s could not be run: %s", job_id, fault)
 
     async def _do_wait(self, r: ById) -> Job:
         running = self._jobs.get(r.id)

@@ -9,7 +9,7 @@ import pytest
 from postgres_server import postgres
 
 from gateway.retrieval_client import RetrievalClient, RetrievalDead
-from retrieval import IngestRequest, JobState, SearchRequest, SourceFile, StorageFailed
+from retrieval import IngestRequest, JobState, SearchRequest, SourceFile, StoreUnavailable
 
 
 def test_two_workers_serve_one_corpus_and_report_its_loss(tmp_path: Path, embedder_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_two_workers_serve_one_corpus_and_report_its_loss(tmp_path: Path, embedd
                 assert await clients[1].delete(job.documents[0].document_id)
                 assert (await clients[0].search(SearchRequest("Matterhorn"))).hits == ()
                 server.stop()
-                with pytest.raises(StorageFailed, match="the database failed"):
+                with pytest.raises(StoreUnavailable, match="the database failed"):
                     await clients[0].search(SearchRequest("Matterhorn"))
             finally:
                 await asyncio.gather(*(c.stop() for c in clients))
@@ -45,7 +45,7 @@ def test_a_store_that_cannot_be_used_is_named(tmp_path: Path, embedder_path: Pat
             await client.stop()
 
     for store, said in (
-        ("mysql://x", "store: not empty and not a URL"),
+        ("mysql://x", "store: this is no URL such as postgresql://"),
         ("postgresql://127.0.0.1:9/x", "the database"),
     ):
         with pytest.raises(RetrievalDead, match=said):
