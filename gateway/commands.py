@@ -182,7 +182,7 @@ async def _ingest_here(settings: Settings, named: Sequence[NamedFile], collectio
 
     g = settings.gateway
     embedder = resolve_embedder(g.embedder, offline=g.offline, say=print, verbose=True)
-    client = RetrievalClient(settings.data_dir, embedder, max(g.embed_threads, 2), g.store)
+    client = RetrievalClient(settings.data_dir, embedder, max(g.embed_threads, 2), g.store, overlap=g.passage_overlap)
     errors: list[str] = []
     try:
         await client.start()

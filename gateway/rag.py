@@ -69,10 +69,12 @@ class RagPipeline:
         timings = {
             "embed_ms": round(found.embed_ms, 2),
             "search_ms": round(found.search_ms, 2),
+            "rerank_ms": round(found.rerank_ms, 2),
             "assemble_ms": round((time.perf_counter() - assembling) * 1e3, 2),
         }
         s.metrics.stage.labels("embed").observe(found.embed_ms / 1e3)
         s.metrics.stage.labels("search").observe(found.search_ms / 1e3)
+        s.metrics.stage.labels("rerank").observe(found.rerank_ms / 1e3)
         answer_id = f"rag-{uuid.uuid4().hex}"
         return Prepared(
             answer_id, request.query, found.hits, prompt, params, started, timings, conversation_id, conversation
@@ -148,7 +150,10 @@ class RagPipeline:
         return wanted, self._conversations[wanted]
 
     async def _search(self, r: RagRequest) -> SearchResult:
-        request = SearchRequest(r.query, r.collection, r.top_k, r.filters or None, r.mode, r.min_score, r.diversity)
+        filters = r.filters or None
+        request = SearchRequest(
+            r.query, r.collection, r.top_k, filters, r.mode, r.min_score, r.diversity, rerank=r.rerank
+        )
         return await guarded(self._services.retrieval.search(request))
 
     def _assemble(
@@ -208,6 +213,7 @@ def _source(hit: Hit, p: Prepared, stats: RequestStats | None) -> dict[str, Any]
             "dense": round(hit.scores.dense, 4),
             "lexical": round(hit.scores.lexical, 4),
             "fused": round(hit.scores.fused, 4),
+            "rerank": None if hit.scores.rerank is None else round(hit.scores.rerank, 4),
         },
         "metadata": hit.metadata,
         "also_in": [{"document_id": t.document_id, "title": t.title} for t in hit.also_in],

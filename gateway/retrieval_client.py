@@ -46,8 +46,19 @@ class RetrievalClient:
     where a shared store cannot be reached.
     """
 
-    def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int = 1, store: str = "") -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        embedder: str | Path,
+        num_threads: int = 1,
+        store: str = "",
+        reranker: str = "",
+        overlap: int = 0,
+    ) -> None:
         args = ["--data-dir", str(data_dir), "--embedder", str(embedder), "--threads", str(num_threads)]
+        args += ["--overlap", str(overlap)]
+        if reranker:
+            args += ["--reranker", str(Path(reranker).expanduser())]
         self._child = ChildProcess("retrieval.worker", args, self._take, self._died, {STORE: store})
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
         self._ids = count()

@@ -179,9 +179,11 @@ class RagRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Metadata conditions: equality, $eq, $ne, $in, $nin, $gt, $gte, $lt, $lte, $exists, $and, $or, $not."""
     mode: SearchMode = SearchMode.HYBRID
     min_score: dict[str, float] | None = None
-    """Least `dense`, `lexical` or `fused` score of a passage."""
+    """Least `dense`, `lexical`, `fused` or `rerank` score of a passage."""
     diversity: float = 0.0
     """Towards 1, passages that resemble better ones count less."""
+    rerank: bool | None = None
+    """Let the reranker order what is found. Default: where there is one."""
     history: list[HistoryMessage] | None = None
     conversation_id: str | None = None
     """`new` begins a conversation that the server keeps; the reply names its id."""

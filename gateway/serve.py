@@ -33,15 +33,16 @@ READY_POLL_S = 0.1
 
 def make_services(settings: Settings) -> Services:
     """The parts of a server, not started. Fetches missing default models. Raises `ModelError`."""
-    offline = settings.gateway.offline
+    g = settings.gateway
+    offline = g.offline
 
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
     model = resolve_model(settings.engine.model, offline=offline, say=say, verbose=True)
-    embedder = resolve_embedder(settings.gateway.embedder, offline=offline, say=say, verbose=True)
+    embedder = resolve_embedder(g.embedder, offline=offline, say=say, verbose=True)
     engine = LocalEngineClient(msgspec.structs.replace(settings.engine, model=str(model)))
-    retrieval = RetrievalClient(settings.data_dir, embedder, settings.gateway.embed_threads, settings.gateway.store)
+    retrieval = RetrievalClient(settings.data_dir, embedder, g.embed_threads, g.store, g.reranker, g.passage_overlap)
     return Services(settings, engine, retrieval, model)
 
 

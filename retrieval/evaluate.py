@@ -124,12 +124,14 @@ def whole_documents(dataset: Dataset, embedder: Embedder) -> Search:
     return search
 
 
-def open_dataset(dataset: Dataset, embedder: str, cache: Path, threads: int, say: Callable[[str], None]) -> Retriever:
+def open_dataset(
+    dataset: Dataset, embedder: str, cache: Path, threads: int, say: Callable[[str], None], reranker: Path | None = None
+) -> Retriever:
     """A retriever that holds the dataset's documents."""
     identity = make_embedder(embedder).identity
     mark = f"{_file_sum(dataset.corpus)} {identity}"
     folder = cache / f"{dataset.name}-{hashlib.sha256(mark.encode()).hexdigest()[:12]}"
-    r = Retriever(folder, embedder, threads)
+    r = Retriever(folder, embedder, threads, reranker=reranker)
     done = 0
     for batch in _batches(dataset.documents(), BATCH):
         sources = tuple(
@@ -149,6 +151,7 @@ def make_parser() -> argparse.ArgumentParser:
         "eval retrieval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--embedder", help="as the setting of that name")
+    p.add_argument("--reranker", type=Path, metavar="FOLDER", help="a cross-encoder that orders the 30 best")
     p.add_argument("dataset", type=Path, nargs="+", metavar="DATASET", help="folders in BEIR's layout")
     p.add_argument("--mode", choices=[m.value for m in SearchMode], help="Default: all three.")
     p.add_argument("--half", choices=["all", "even", "odd"], default="all", help="of the queries, by their ids' sums")
@@ -197,7 +200,7 @@ def _searches(
             raise ValueError(f"--no-split is a dense search, not {args.mode}")
         yield "no-split", 0.0, whole_documents(dataset, make_embedder(embedder, args.threads)), lambda: None
         return
-    r = open_dataset(dataset, embedder, cache, args.threads, say)
+    r = open_dataset(dataset, embedder, cache, args.threads, say, args.reranker)
     modes = [SearchMode(args.mode)] if args.mode else [SearchMode.DENSE, SearchMode.LEXICAL, SearchMode.HYBRID]
     before = fusion.LEXICAL_WEIGHT
     try:

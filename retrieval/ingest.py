@@ -23,7 +23,9 @@ from retrieval.split import Span, split
 log = logging.getLogger("foreword")
 
 TARGET_TOKENS = 190
-"""Length that passages are filled to."""
+"""Length that passages are filled to, overlap included."""
+MAX_OVERLAP = 64
+"""Most tokens of the passage before that a passage may repeat."""
 CONTEXT_TOKENS = 56
 """Most tokens of title and headings that are embedded in front of a passage."""
 GROUP = 64
@@ -44,11 +46,12 @@ class _Prepared:
 class Ingest:
     """Ingests into one collection of one tenant."""
 
-    def __init__(self, corpus: Corpus, embedder: Embedder, tenant: str, collection: str) -> None:
+    def __init__(self, corpus: Corpus, embedder: Embedder, tenant: str, collection: str, overlap: int = 0) -> None:
         self._corpus = corpus
         self._embedder = embedder
         self._tenant = tenant
         self._collection = collection
+        self._overlap = overlap
 
     def run(self, sources: Iterable[SourceFile]) -> Iterator[list[Outcome]]:
         """Outcomes of the sources, in order, a group at a time. A bad source does not sink the others."""
@@ -78,6 +81,7 @@ class Ingest:
         check_document_id(document_id)
         content = hashlib.sha256(
             msgspec.msgpack.encode((source.data, name, source.title, source.metadata), order="sorted")
+            + (msgspec.msgpack.encode(self._overlap) if self._overlap else b"")
         )
         known = self._corpus.document(self._tenant, document_id)
         if known is not None and known.collection != self._collection:
@@ -127,7 +131,7 @@ class Ingest:
 
     def _passages(self, document_id: str, title: str, parsed: Parsed) -> list[tuple[Passage, str]]:
         room = self._embedder.max_tokens - CONTEXT_TOKENS
-        spans = split(parsed, self._embedder.offsets, min(TARGET_TOKENS, room))
+        spans = split(parsed, self._embedder.offsets, min(TARGET_TOKENS, room), self._overlap)
         out = []
         for i, span in enumerate(spans):
             text = parsed.text[span.start : span.end]

@@ -84,7 +84,7 @@ _BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "
 
 
 def decode(name: str, data: bytes, declared: str | None = None) -> str:
-    """Text of bytes: by byte order mark, as UTF-8, as declared, as UTF-16 or GB18030 where it looks like that.
+    """Text of bytes: by byte order mark, as UTF-8, as declared, as UTF-16, CP1258 or GB18030 where it looks like that.
 
     Normalised to NFC and to single newlines. Raises `ParseError` (bad_encoding) rather than guess wildly.
     """
@@ -104,15 +104,40 @@ def decode(name: str, data: bytes, declared: str | None = None) -> str:
 
 
 def _looks_like(data: bytes) -> str | None:
-    """UTF-16 without a mark has a zero in about every second byte; GB18030 text is mostly common Chinese characters."""
+    """UTF-16 without a mark has a zero in about every second byte."""
     if len(data) > 1 and data[1::2].count(0) > len(data) // 5:
         return "utf-16-le"
     if len(data) > 1 and data[::2].count(0) > len(data) // 5:
         return "utf-16-be"
-    text = data.decode("gb18030", errors="replace")
-    common = sum("\u4e00" <= c <= "\u9fff" or c in "，。、；：？！“”（）" for c in text)
-    foreign = sum(ord(c) > 0x7F for c in text)
-    return "gb18030" if foreign and common > 0.9 * foreign else None
+    if _is_vietnamese(data.decode("cp1258", errors="replace")):
+        return "cp1258"
+    return "gb18030" if _is_chinese(data.decode("gb18030", errors="replace")) else None
+
+
+def _is_chinese(text: str) -> bool:
+    """Whether bytes read as GB18030 make sense as it: pairs of other code pages' letters give rare characters."""
+    foreign = [c for c in text if c > "\x7f"]
+    known = [c for c in foreign if "\u4e00" <= c <= "\u9fff" or c in "，。、；：？！“”（）《》—…"]
+    # The rows up to 0xD7 of GB 2312 hold the 3,755 commonest characters, and those before 0xB0 the signs.
+    frequent = [c for c in known if (pair := c.encode("gb18030"))[0] <= 0xD7 and pair[1] >= 0xA1]
+    return bool(foreign) and len(known) > 0.9 * len(foreign) and len(frequent) > 0.5 * len(foreign)
+
+
+_TONES = "\u0300\u0301\u0303\u0309\u0323"
+_VIETNAMESE = set("àáâãèéêìíòóôõùúýăđĩũơưÀÁÂÃÈÉÊÌÍÒÓÔÕÙÚÝĂĐĨŨƠƯ" + _TONES)
+
+
+def _is_vietnamese(text: str) -> bool:
+    """Whether bytes read as CP1258 make sense as it.
+
+    CP1258 writes most tones as a sign of their own behind the vowel, where other Western code pages have letters. Text
+    of another language in its code page has many letters that Vietnamese lacks, none of ă đ ơ ư, or no such signs.
+    """
+    foreign = [c for c in text if c > "\x7f" and (c.isalpha() or c in _TONES)]
+    tones = len(re.findall(f"(?<=[aăâeêioôơuưyAĂÂEÊIOÔƠUƯY])[{_TONES}]", text))
+    strange = sum(c not in _VIETNAMESE for c in foreign) + sum(c in _TONES for c in foreign) - tones
+    is_its_own = any(c in "ăđơưĂĐƠƯ" for c in foreign)
+    return is_its_own and tones > len(foreign) // 8 and strange <= len(foreign) // 20
 
 
 def _clean(name: str, data: bytes, encoding: str) -> str:

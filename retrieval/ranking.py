@@ -35,9 +35,9 @@ def _fused(mode: SearchMode, c: Candidate, relative: float) -> Scores:
 
 
 def is_good(scores: Scores, least: dict[str, float]) -> bool:
-    """Whether every score that a threshold names reaches it."""
+    """Whether every score that a threshold names and that there is already reaches it."""
     values = {name: getattr(scores, name) for name in least}
-    return all(v is not None and v >= least[name] for name, v in values.items())
+    return all(v is None or v >= least[name] for name, v in values.items())
 
 
 def group_twins(keys: Sequence[int], text_sums: dict[int, bytes]) -> dict[int, list[int]]:
@@ -50,14 +50,17 @@ def group_twins(keys: Sequence[int], text_sums: dict[int, bytes]) -> dict[int, l
     return out
 
 
-def diversify(ranked: list[int], relevance: Vectors, vectors: Vectors, top_k: int, diversity: float) -> list[int]:
-    """Maximal marginal relevance (Carbonell and Goldstein 1998): relevance less likeness to what is taken already."""
-    likeness = np.zeros(len(ranked))
-    left, taken = list(range(len(ranked))), list[int]()
+def diversify(relevance: Sequence[float], vectors: Vectors, top_k: int, diversity: float) -> list[int]:
+    """Maximal marginal relevance (Carbonell and Goldstein 1998): relevance less likeness to what is taken already.
+
+    Args: relevance, of n passages, the most relevant first; vectors [n, dim]. Returns positions, in the order taken.
+    """
+    likeness = np.zeros(len(relevance))
+    left, taken = list(range(len(relevance))), list[int]()
     while left and len(taken) < top_k:
         at = max(left, key=lambda i: ((1 - diversity) * relevance[i] - diversity * likeness[i], -i))
         left.remove(at)
-        taken.append(ranked[at])
+        taken.append(at)
         likeness = np.maximum(likeness, vectors @ vectors[at])
     return taken
 

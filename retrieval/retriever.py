@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from retrieval.api import (
     Document,
@@ -27,14 +26,17 @@ from retrieval.api import (
 from retrieval.corpus import Corpus
 from retrieval.dense import Vectors
 from retrieval.embed import Embedder, make_embedder
-from retrieval.ingest import Ingest, Outcome
+from retrieval.ingest import MAX_OVERLAP, Ingest, Outcome
 from retrieval.local import LocalCorpus
 from retrieval.ranking import check_collection, check_search, diversify, fuse, group_twins, is_good, make_hits
+from retrieval.rerank import CrossEncoderReranker, Reranker, text_of
 
 log = logging.getLogger("foreword")
 
 CANDIDATES = 50
 """Hits taken from each index before they are fused."""
+RERANKED = 30
+"""Hits that a reranker reads: half a second of a small cross-encoder on a CPU."""
 
 
 class Retriever:
@@ -42,11 +44,24 @@ class Retriever:
 
     The corpus is one of the folder, or of the database whose URL is `store`. Raises `StoreLocked` if another process
     owns the folder, `EmbedderMismatch` if its vectors are another model's, `StorageFailed` if it cannot be written or
-    reached, `ValueError` if the URL is none.
+    reached, `ValueError` if the URL is none, the reranker's folder holds none, or the overlap
+    (tokens of the passage before that a passage repeats) is out of range.
     """
 
-    def __init__(self, data_dir: Path, embedder: str | Path, num_threads: int | None = None, store: str = "") -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        embedder: str | Path,
+        num_threads: int | None = None,
+        store: str = "",
+        reranker: Path | None = None,
+        overlap: int = 0,
+    ) -> None:
+        if not 0 <= overlap <= MAX_OVERLAP:
+            raise ValueError(f"passage_overlap must be between 0 and {MAX_OVERLAP} tokens, got {overlap}")
         self.embedder = make_embedder(embedder, num_threads)
+        self.reranker: Reranker | None = None if reranker is None else CrossEncoderReranker(reranker, num_threads)
+        self._overlap = overlap
         self.is_shared = bool(store)
         """Whether other processes use the same corpus."""
         self._corpus = _open_corpus(data_dir, store, self.embedder)
@@ -61,6 +76,12 @@ class Retriever:
         """Give the corpus back."""
         self._corpus.close()
 
+    def load(self) -> None:
+        """Load the models now instead of on first use."""
+        self.embedder.load()
+        if self.reranker is not None:
+            self.reranker.load()
+
     def search(self, request: SearchRequest) -> SearchResult:
         """Best passages for a question. Raises `ValueError` naming what is wrong with the request."""
         return self.search_many([request])[0]
@@ -68,16 +89,20 @@ class Retriever:
     def search_many(self, requests: Sequence[SearchRequest]) -> list[SearchResult]:
         """Several searches whose questions are embedded together."""
         for request in requests:
-            check_search(request)
+            self.check(request)
         started = time.perf_counter()
         vectors = self.embedder.embed_queries([r.query for r in requests])
         embed_ms = (time.perf_counter() - started) * 1e3
-        out = []
-        for request, vector in zip(requests, vectors, strict=True):
-            started = time.perf_counter()
-            hits = self._search(request, vector)
-            out.append(SearchResult(tuple(hits), embed_ms, (time.perf_counter() - started) * 1e3))
-        return out
+        found = [self._search(request, vector) for request, vector in zip(requests, vectors, strict=True)]
+        return [msgspec.structs.replace(result, embed_ms=embed_ms) for result in found]
+
+    def check(self, request: SearchRequest) -> None:
+        """Raise `ValueError`, whose message begins with the field's name, for a search that makes no sense here."""
+        check_search(request)
+        if request.rerank and self.reranker is None:
+            raise ValueError("rerank: this server has no reranker (setting `reranker`)")
+        if "rerank" in (request.min_score or {}) and not self._is_reranked(request):
+            raise ValueError("min_score.rerank: this search is not reranked, so no hit has that score")
 
     def ingest(self, request: IngestRequest) -> Job:
         """Ingest sources at once, as a job that is not kept; a bad one is reported and does not sink the others."""
@@ -172,7 +197,7 @@ class Retriever:
         return RetrievalStats(num_documents, num_passages, self.embedder.identity, self._corpus.collections(None))
 
     def _ingest(self, job: Job) -> Ingest:
-        return Ingest(self._corpus, self.embedder, job.tenant, job.collection)
+        return Ingest(self._corpus, self.embedder, job.tenant, job.collection, self._overlap)
 
     def _keep(self, job: Job, done: Sequence[int]) -> None:
         try:
@@ -180,18 +205,49 @@ class Retriever:
         except StorageFailed as e:  # its sources stay, so a later start goes on with it
             log.error("the state of job %s was not kept: %s", job.job_id, e)
 
-    def _search(self, request: SearchRequest, vector: Vectors) -> list[Hit]:
+    def _search(self, request: SearchRequest, vector: Vectors) -> SearchResult:
+        started = time.perf_counter()
+        least = request.min_score or {}
         with self._corpus.view() as view:
             candidates = view.candidates(request, vector, max(CANDIDATES, request.top_k))
             scores = fuse(request.mode, candidates)
-            fits = [k for k in scores if is_good(scores[k], request.min_score or {})]
+            fits = [k for k in scores if is_good(scores[k], least)]
             ranked = sorted(fits, key=lambda k: (-scores[k].fused, k))
             twins = group_twins(ranked, {c.key: c.text_sum for c in candidates})
-            ranked = list(twins)
-            if request.diversity and len(ranked) > request.top_k:
-                relevance = np.array([scores[k].fused for k in ranked], np.float32)
-                ranked = diversify(ranked, relevance, view.vectors(ranked), request.top_k, request.diversity)
-            return make_hits(view, ranked[: request.top_k], scores, twins)
+            ranked = list(twins)[: self._depth(request)]
+            hits = make_hits(view, ranked, scores, twins)
+            vectors = view.vectors(ranked) if request.diversity else None
+        search_ms = (time.perf_counter() - started) * 1e3
+        order: Sequence[int] = range(len(hits))
+        if self._is_reranked(request):
+            hits = self._rerank(request.query, hits)
+            order = sorted(order, key=lambda i: (-_relevance(hits[i]), i))
+            order = [i for i in order if is_good(hits[i].scores, least)]
+        rerank_ms = (time.perf_counter() - started) * 1e3 - search_ms
+        if vectors is not None:
+            taken = diversify([_relevance(hits[i]) for i in order], vectors[order], request.top_k, request.diversity)
+            order = [order[i] for i in taken]
+        return SearchResult(tuple(hits[i] for i in order[: request.top_k]), 0.0, search_ms, rerank_ms)
+
+    def _depth(self, request: SearchRequest) -> int | None:
+        """Hits that are looked at after the fusion; None for all."""
+        if self._is_reranked(request):
+            return max(RERANKED, request.top_k)
+        return None if request.diversity else request.top_k
+
+    def _is_reranked(self, request: SearchRequest) -> bool:
+        return self.reranker is not None and request.rerank is not False
+
+    def _rerank(self, query: str, hits: list[Hit]) -> list[Hit]:
+        """The hits with the reranker's scores. Outside the view: others may search and write meanwhile."""
+        assert self.reranker is not None
+        given = self.reranker.scores(query, [text_of(h) for h in hits]) if hits else []
+        replace = msgspec.structs.replace
+        return [replace(h, scores=replace(h.scores, rerank=s)) for h, s in zip(hits, given, strict=True)]
+
+
+def _relevance(hit: Hit) -> float:
+    return hit.scores.fused if hit.scores.rerank is None else hit.scores.rerank
 
 
 def _open_corpus(data_dir: Path, store: str, embedder: Embedder) -> Corpus:

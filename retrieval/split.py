@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 
 from retrieval.parsed import Block, Parsed
 
@@ -33,13 +33,37 @@ class Span:
     num_tokens: int
 
 
-def split(parsed: Parsed, offsets: TokenOffsets, max_tokens: int) -> list[Span]:
-    """Passages of a document, in order; each has at most `max_tokens` tokens, and together they hold all its text."""
+def split(parsed: Parsed, offsets: TokenOffsets, max_tokens: int, overlap: int = 0) -> list[Span]:
+    """Passages of a document, in order; each has at most `max_tokens` tokens, and together they hold all its text.
+
+    With `overlap`, a passage begins with up to that many tokens of the one before, whole sentences or else whole words,
+    where both stand under the same headings and on the same page.
+    """
     out: list[Span] = []
-    for group in _groups(parsed, offsets, max_tokens):
+    room = max_tokens - overlap
+    for group in _groups(parsed, offsets, room):
         start, end = group[0].start, group[-1].end
-        out += _cut(parsed.text, start, end, common_heading(group), group[-1].page, offsets, max_tokens)
-    return out
+        out += _cut(parsed.text, start, end, common_heading(group), group[-1].page, offsets, room)
+    if not overlap:
+        return out
+    return out[:1] + [
+        _reach_back(parsed.text, before, span, offsets, max_tokens, overlap) for before, span in pairwise(out)
+    ]
+
+
+def _reach_back(text: str, before: Span, span: Span, offsets: TokenOffsets, max_tokens: int, overlap: int) -> Span:
+    """The span, begun in the one before it."""
+    if (before.heading, before.page) != (span.heading, span.page):
+        return span
+    tokens = offsets(text[before.start : before.end])
+    earliest = before.start + tokens[-overlap][0] if len(tokens) > overlap else before.start
+    for pattern in _CUTS[1:]:
+        starts = [m.end() for m in pattern.finditer(text, max(0, earliest - 1), before.end) if m.end() < before.end]
+        for start in [earliest, *starts] if earliest == before.start else starts:
+            num_tokens = len(offsets(text[start : span.end]))
+            if num_tokens <= max_tokens:
+                return replace(span, start=start, num_tokens=num_tokens)
+    return span
 
 
 def _groups(parsed: Parsed, offsets: TokenOffsets, max_tokens: int) -> Iterator[list[Block]]:

