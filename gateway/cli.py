@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 
@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     evaluation.set_defaults(run=_eval_retrieval)
 
     bench = commands.add_parser("bench", help="measure servers, or the engine in this process", add_help=False)
-    bench.add_argument("kind", choices=["serve", "engine"])
+    bench.add_argument("kind", choices=["serve", "engine", "retrieval"])
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="see `foreword bench serve --help`")
     bench.set_defaults(run=_bench)
 
@@ -118,16 +118,21 @@ def _ask(args: argparse.Namespace) -> int:
 
 
 def _eval_retrieval(args: argparse.Namespace) -> int:
+    from retrieval import run_evaluation
+
+    return _on_datasets(args, run_evaluation, "eval")
+
+
+def _on_datasets(args: argparse.Namespace, run: Callable[..., int], folder: str) -> int:
+    """A command of retrieval's, which keeps its indexes in the cache folder."""
     say = partial(print, file=sys.stderr)
 
     def resolve(name: str | None) -> str:
         g = load_settings({"embedder": name}).gateway
         return resolve_embedder(g.embedder, offline=g.offline, say=say, verbose=True)
 
-    from retrieval import run_evaluation
-
     try:
-        return run_evaluation(args.rest, resolve, cache_folder() / "eval", say)
+        return run(args.rest, resolve, cache_folder() / folder, say)
     except ValueError as e:
         print(f"foreword: {e}", file=sys.stderr)
         return 2
@@ -138,6 +143,10 @@ def _bench(args: argparse.Namespace) -> int:
         from loadtest import serve_bench
 
         return serve_bench.main(args.rest)
+    if args.kind == "retrieval":
+        from retrieval import run_bench
+
+        return _on_datasets(args, run_bench, "bench")
     from loadtest import engine_bench
 
     return engine_bench.main(args.rest)

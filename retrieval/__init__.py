@@ -26,6 +26,7 @@ from retrieval.api import (
 from retrieval.wire import METHODS, STORE, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
 
 if TYPE_CHECKING:
+    from retrieval.bench import run_bench
     from retrieval.evaluate import run_evaluation
     from retrieval.lexical import fold
     from retrieval.parse import SUPPORTED
@@ -35,6 +36,7 @@ _LAZY = {
     "Retriever": "retrieval.retriever",
     "fold": "retrieval.lexical",
     "SUPPORTED": "retrieval.parse",
+    "run_bench": "retrieval.bench",
     "run_evaluation": "retrieval.evaluate",
 }
 
@@ -68,6 +70,7 @@ __all__ = [
     "StoreUnavailable",
     "Twin",
     "fold",
+    "run_bench",
     "run_evaluation",
 ]
 

@@ -93,8 +93,13 @@ class Retriever:
         started = time.perf_counter()
         vectors = self.embedder.embed_queries([r.query for r in requests])
         embed_ms = (time.perf_counter() - started) * 1e3
-        found = [self._search(request, vector) for request, vector in zip(requests, vectors, strict=True)]
-        return [msgspec.structs.replace(result, embed_ms=embed_ms) for result in found]
+        return [msgspec.structs.replace(r, embed_ms=embed_ms) for r in self.search_vectors(requests, vectors)]
+
+    def search_vectors(self, requests: Sequence[SearchRequest], vectors: Vectors) -> list[SearchResult]:
+        """Several searches whose questions' vectors [n, dim] are known."""
+        for request in requests:
+            self.check(request)
+        return [self._search(request, vector) for request, vector in zip(requests, vectors, strict=True)]
 
     def check(self, request: SearchRequest) -> None:
         """Raise `ValueError`, whose message begins with the field's name, for a search that makes no sense here."""
