@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -89,7 +90,7 @@ class Ingest:
         if known is not None and known.content_sha256 == content.hexdigest():
             return known
         parsed = parse(name, source.data, source.media_type)
-        title = source.title or parsed.title or PurePosixPath(name).stem
+        title = unicodedata.normalize("NFC", source.title or parsed.title or PurePosixPath(name).stem)
         passages = self._passages(document_id, title, parsed)
         document = Document(
             document_id=document_id,

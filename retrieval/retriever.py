@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import unicodedata
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -91,6 +92,8 @@ class Retriever:
         for request in requests:
             self.check(request)
         started = time.perf_counter()
+        # As passages are: some tokenizers take composed and decomposed letters for different ones.
+        requests = [msgspec.structs.replace(r, query=unicodedata.normalize("NFC", r.query)) for r in requests]
         vectors = self.embedder.embed_queries([r.query for r in requests])
         embed_ms = (time.perf_counter() - started) * 1e3
         return [msgspec.structs.replace(r, embed_ms=embed_ms) for r in self.search_vectors(requests, vectors)]

