@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 import time
+import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Ingest:
         )
         known = self._corpus.document(self._tenant, document_id)
         if known is not None and known.collection != self._collection:
-            raise ParseError("invalid_id", f"the id {document_id!r} is taken by a document of {known.collection!r}")
+            raise ParseError("invalid_id", f"the id {document_id!r} is taken by a document of another collection")
         if known is not None and known.content_sha256 == content.hexdigest():
             return known
         parsed = parse(name, source.data, source.media_type)
@@ -173,5 +174,6 @@ def derived_id(collection: str, name: str) -> str:
 
 
 def _internal_error(name: str, e: Exception) -> SourceError:
-    log.error("%s was not ingested", name, exc_info=e)
+    # Neither the name, which may be a title, nor the fault's own words: they may hold text of the document.
+    log.error("a source was not ingested: %s\n%s", type(e).__name__, "".join(traceback.format_tb(e.__traceback__)))
     return SourceError(name, "internal_error", f"{type(e).__name__}: {e}")

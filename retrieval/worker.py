@@ -176,7 +176,7 @@ class RetrievalServer:
         return await asyncio.to_thread(self._retriever.job, r.tenant, r.id)
 
     async def _do_documents(self, r: DocumentsRequest) -> Any:
-        return await asyncio.to_thread(self._retriever.documents, r.collection, r.limit, r.offset, r.tenant)
+        return await asyncio.to_thread(self._retriever.documents, r.collections, r.limit, r.offset, r.tenant)
 
     async def _do_collections(self, tenant: str) -> Any:
         return await asyncio.to_thread(self._retriever.collections, tenant)

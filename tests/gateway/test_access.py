@@ -1,0 +1,120 @@
+"""Who may call what: keys, roles, and nothing learnt without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from keyed_server import Keyed
+
+from gateway.openapi import ENDPOINTS
+
+OPEN = ["/", "/docs", "/docs/openapi.json", "/health/live", "/health/ready"]
+NEEDED: dict[tuple[str, str], str] = {
+    ("post", "/rag/query"): "query",
+    ("get", "/rag/documents"): "query",
+    ("get", "/rag/documents/{document_id}"): "query",
+    ("get", "/rag/collections"): "query",
+    ("post", "/v1/chat/completions"): "query",
+    ("post", "/v1/completions"): "query",
+    ("get", "/v1/models"): "query",
+    ("post", "/rag/documents"): "ingest",
+    ("delete", "/rag/documents/{document_id}"): "ingest",
+    ("get", "/rag/jobs/{job_id}"): "ingest",
+    ("post", "/rag/jobs/{job_id}/retry"): "ingest",
+    ("get", "/metrics"): "admin",
+}
+HOLDERS = {"query": "ann_reads", "ingest": "ann", "admin": "root"}
+
+
+def url_of(path: str) -> str:
+    return path.replace("{document_id}", "none").replace("{job_id}", "none")
+
+
+def test_the_server_is_open_until_the_first_key_and_closed_at_once_after(keyed: Keyed) -> None:
+    assert keyed.before == {"/rag/documents": 200, "/metrics": 200, "/nowhere": 404}
+    assert [keyed.ask(None, "GET", path).status_code for path in keyed.before] == [401, 401, 401]
+
+
+def test_every_endpoint_is_open_by_name_or_needs_a_role(keyed: Keyed) -> None:
+    assert {(m, p) for m, p, _, _ in ENDPOINTS if p not in OPEN} == set(NEEDED)
+    roles = list(HOLDERS)
+    for (method, path), needed in NEEDED.items():
+        for role, holder in HOLDERS.items():
+            reply = keyed.ask(holder, method, url_of(path))
+            if roles.index(role) < roles.index(needed):
+                assert (reply.status_code, reply.json()["error"]["code"]) == (403, "forbidden"), (role, path)
+                assert needed in reply.json()["error"]["message"]
+            else:
+                assert reply.status_code not in (401, 403, 500), (role, path)
+
+
+def test_a_wrong_key_learns_nothing_about_paths_and_ids(keyed: Keyed) -> None:
+    keyed.post("ann", "/rag/documents", documents=[{"id": "seen", "text": "There is such a document."}])
+    places = [
+        *((method, url_of(path)) for method, path in NEEDED),
+        *(("GET", "/rag/documents/seen"), ("GET", "/nowhere"), ("DELETE", "/v1/models"), ("OPTIONS", "/rag/query")),
+        *(("GET", "/health/live/"), ("GET", "//"), ("GET", "/docs/openapi.json/x"), ("POST", "/%2e%2e/")),
+    ]
+    for headers in ({}, {"Authorization": "Bearer fw-000000000000-" + "x" * 43}):
+        replies = [keyed.ask(None, m, p, headers=headers, content=b'{"x":') for m, p in places]
+        assert {r.status_code for r in replies} == {401}
+        assert {r.headers["www-authenticate"] for r in replies} == {'Bearer realm="foreword"'}
+        assert len({r.content for r in replies}) == 1
+        error = replies[0].json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert (error["code"], error["type"]) == ("unauthorized", "invalid_request_error")
+    keyed.ask("ann", "DELETE", "/rag/documents/seen")
+
+
+def test_what_is_open_needs_no_key_and_minds_no_wrong_one(keyed: Keyed) -> None:
+    for path in OPEN:
+        for headers in ({}, {"X-API-Key": "wrong"}):
+            assert keyed.ask(None, "GET", path, headers=headers).status_code == 200, path
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": "Bearer KEY"}, 200),
+        ({"authorization": "bearer  KEY"}, 200),
+        ({"X-API-Key": "KEY"}, 200),
+        ({"X-API-Key": "KEY", "Authorization": "Bearer KEY"}, 200),
+        ({"X-API-Key": "KEY", "Authorization": "Bearer other"}, 401),
+        ({"Authorization": "Basic KEY"}, 401),
+        ({"Authorization": "KEY"}, 401),
+        ({"Authorization": "Bearer"}, 401),
+        ({"Cookie": "key=KEY"}, 401),
+    ],
+)
+def test_a_key_comes_in_one_of_two_headers(keyed: Keyed, headers: dict[str, str], status: int) -> None:
+    sent = {name: value.replace("KEY", keyed.keys["ann_reads"]) for name, value in headers.items()}
+    assert keyed.ask(None, "GET", "/rag/collections", headers=sent).status_code == status
+    assert keyed.ask(None, "GET", f"/rag/collections?api_key={keyed.keys['ann_reads']}").status_code == 401
+
+
+def test_a_running_server_takes_new_keys_and_drops_revoked_ones(keyed: Keyed) -> None:
+    keyed.keys["guest"] = keyed.command("create", "--tenant", "guest")
+    assert keyed.ask("guest", "GET", "/rag/collections").status_code == 200
+    keyed.command("revoke", keyed.keys["guest"].split("-")[1])
+    assert keyed.ask("guest", "GET", "/rag/collections").status_code == 401
+    assert keyed.ask("ann", "GET", "/rag/collections").status_code == 200
+
+
+def test_openais_client_is_let_in_by_its_key(keyed: Keyed) -> None:
+    def ask(key: str) -> Any:
+        with openai.OpenAI(base_url=f"{keyed.server.url}/v1", api_key=key, max_retries=0) as client:
+            return client.completions.create(model="default", prompt="One two", max_tokens=2)
+
+    assert ask(keyed.keys["ann_reads"]).usage.completion_tokens == 2
+    with pytest.raises(openai.AuthenticationError, match="not known"):
+        ask("sk-wrong")
+
+
+def test_the_page_keeps_a_key_for_the_session_only_and_sends_it(keyed: Keyed) -> None:
+    page = keyed.ask(None, "GET", "/").text
+    assert 'id="key" aria-label="API key"' in page
+    assert "localStorage" not in page
+    assert page.count("sessionStorage") == 2, "read once, written once"
+    assert page.count("fetch(") == page.count("...auth()") == 2, "each request carries the key"
