@@ -55,11 +55,11 @@ def test_a_wrong_key_learns_nothing_about_paths_and_ids(keyed: Keyed) -> None:
     places = [
         *((method, url_of(path)) for method, path in NEEDED),
         *(("GET", "/rag/documents/seen"), ("GET", "/nowhere"), ("DELETE", "/v1/models"), ("OPTIONS", "/rag/query")),
-        *(("GET", "/health/live/"), ("GET", "//"), ("GET", "/docs/openapi.json/x"), ("POST", "/%2e%2e/")),
+        *(("GET", "/health/live/"), ("GET", "/x//"), ("GET", "/docs/openapi.json/x"), ("POST", "/%2e%2e/")),
     ]
     for headers in ({}, {"Authorization": "Bearer fw-000000000000-" + "x" * 43}):
         replies = [keyed.ask(None, m, p, headers=headers, content=b'{"x":') for m, p in places]
-        assert {r.status_code for r in replies} == {401}
+        assert [(r.request.method, r.request.url.path) for r in replies if r.status_code != 401] == []
         assert {r.headers["www-authenticate"] for r in replies} == {'Bearer realm="foreword"'}
         assert len({r.content for r in replies}) == 1
         error = replies[0].json()["error"]
