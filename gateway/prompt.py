@@ -243,7 +243,7 @@ class PromptAssembler:
         return text
 
     def _segment(self, rendered: str, kind: SegmentKind) -> Segment:
-        return Segment(self._encode(rendered, True), kind)
+        return Segment(self._encode(rendered, True), kind, self._scope)
 
     def _encode(self, rendered: str, with_control: bool) -> tuple[int, ...]:
         """Ids of rendered text, from the cache if it was seen before."""
