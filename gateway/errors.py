@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +13,9 @@ from litestar.exceptions import HTTPException, ValidationException
 
 log = logging.getLogger("foreword")
 T = TypeVar("T")
+MAX_DEPTH = 64
+"""Objects and lists inside each other in a body."""
+TOO_DEEP = f"the body is nested too deeply; {MAX_DEPTH} levels are allowed"
 
 CODES: dict[str, tuple[int, str]] = {
     "invalid_request": (400, "a field is missing, unknown, of the wrong type or out of range"),
@@ -111,14 +115,35 @@ def decode_body(raw: bytes, kind: type[T]) -> T:
     if not raw.strip():
         raise ApiError("invalid_request", "the body is empty; a JSON object was expected")
     try:
-        return msgspec.json.decode(raw, type=kind)
+        body = msgspec.json.decode(raw, type=kind)
+        _check_depth(raw, body)
+        return body
     except msgspec.ValidationError as e:
         message, _, path = str(e).partition(" - at `$.")
         raise ApiError("invalid_request", str(e), path.rstrip("`") or _unknown_field(message)) from e
     except RecursionError as e:
-        raise ApiError("invalid_request", "the body is nested too deeply") from e
+        raise ApiError("invalid_request", TOO_DEEP) from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise ApiError("invalid_request", f"the body is not valid JSON: {e}") from e
+
+
+def _check_depth(raw: bytes, body: object) -> None:
+    """Refuse what is nested so deeply that it could be read but not written, or not read from the store again."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [inner for value in level for inner in _parts(value) if isinstance(inner, dict | list | msgspec.Struct)]
+    if level:
+        raise ApiError("invalid_request", TOO_DEEP)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, list):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    return [getattr(value, name) for name in value.__struct_fields__]
 
 
 def _unknown_field(message: str) -> str | None:

@@ -61,7 +61,7 @@ async def _from_form(request: AnyRequest) -> tuple[Sequence[SourceFile], str]:
     files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
     if not files:
         raise ApiError("invalid_request", "the form holds no file", "file")
-    document_id = _text(form, "id")
+    document_id = _text(form, "id") or None
     if document_id is not None and len(files) > 1:
         raise ApiError("invalid_request", f"id names one document, but the form holds {len(files)} files", "id")
     limits = services_of(request).settings.gateway
@@ -78,9 +78,10 @@ async def _form(request: AnyRequest) -> FormMultiDict:
     try:
         return await request.form()
     except ClientException as e:
-        if e.status_code == 400 and "Too Large" in e.detail:  # what the framework says of too many parts
+        if e.status_code == 400 and "Too Large" in e.detail:  # what the framework says of its limits
             limit = services_of(request).settings.gateway.max_files
-            raise ApiError("request_too_large", f"the form has too many parts; {limit} files are allowed") from e
+            what = f"the form has more than {limit} files, too many fields, or a part whose head is too long"
+            raise ApiError("request_too_large", what) from e
         raise
     except (ValueError, LookupError) as e:  # a field in an encoding that is unknown, or is not the one it says
         raise ApiError("invalid_request", "the form holds a field whose text cannot be decoded") from e
