@@ -32,6 +32,8 @@ CODES: dict[str, tuple[int, str]] = {
     "unsupported_type": (415, "the file's type cannot be ingested"),
     "no_text": (422, "the file holds no text, as a PDF of images does"),
     "bad_encoding": (422, "the file's text encoding cannot be told"),
+    "url_refused": (422, "the URL to ingest is malformed, or leads to a host that is not public"),
+    "fetch_failed": (422, "the URL to ingest cannot be fetched, takes too long, or redirects too often"),
     "bad_document": (422, "the file is damaged or encrypted"),
     "invalid_id": (422, "a document id is empty, too long or taken in another collection"),
     "internal_error": (500, "a fault of ours; the log has the details"),

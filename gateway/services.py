@@ -13,6 +13,7 @@ from pathlib import Path
 from engine import EngineInfo, EngineRequest, FinishReason, RequestOutput, SamplingParams, Tokenizer, load_tokenizer
 from gateway.engine_client import EngineClient, EngineDead
 from gateway.errors import ApiError
+from gateway.fetch import UrlFetcher
 from gateway.keys import Caller, KeyFile
 from gateway.metrics import Metrics
 from gateway.prompt import Prompt, PromptAssembler, PromptTooLong
@@ -32,6 +33,7 @@ class Services:
         self.retrieval = retrieval
         self.metrics = Metrics()
         self.keys = KeyFile(settings.data_dir)
+        self.urls = UrlFetcher()
         self.is_draining = False
         self._model_path = model_path
         self._tokenizer: Tokenizer | None = None

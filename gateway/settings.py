@@ -66,6 +66,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Largest single file or text to ingest."""
     max_files: int = 1000
     """Most files or texts in one request."""
+    allow_url_ingest: bool = False
+    """Fetch documents by `url` in POST /rag/documents; of public hosts only."""
     keep_alive_s: float = 10.0
     """Seconds without an event after which a stream sends a comment, so that proxies keep it open."""
     shutdown_grace_s: float = 20.0

@@ -17,11 +17,13 @@ from litestar.exceptions import ClientException
 from gateway.access import caller_of
 from gateway.errors import ApiError, decode_body
 from gateway.openai_routes import services_of
-from gateway.schemas import IngestBody
+from gateway.schemas import IngestBody, IngestDocument
+from gateway.services import Services
 from gateway.settings import GatewaySettings
 from retrieval import DEFAULT_COLLECTION, IngestRequest, SourceFile
 
 AnyRequest = Request[Any, Any, Any]
+MAX_URLS = 20
 
 
 async def read_sources(request: AnyRequest) -> IngestRequest:
@@ -38,15 +40,46 @@ async def _from_json(request: AnyRequest) -> tuple[Sequence[SourceFile], str]:
     body = decode_body(await request.body(), IngestBody)
     if not body.documents:
         raise ApiError("invalid_request", "documents must not be empty", "documents")
-    limits = services_of(request).settings.gateway
+    services = services_of(request)
+    limits = services.settings.gateway
     _check_number(limits, len(body.documents), "documents")
-    sources = []
+    _check_urls(limits, body.documents)
+    sources: list[SourceFile] = []
     for i, d in enumerate(body.documents):
-        name = d.title or d.id or f"text-{i}"
-        source = SourceFile(name, d.text.encode(), d.id, d.title, d.metadata or {}, "text/plain")
-        _check_size(limits, len(source.data), f"documents[{i}]")
+        room = limits.max_body_bytes - sum(len(s.data) for s in sources)
+        if d.url is not None:
+            sources.append(await _fetch(services, d, f"documents[{i}].url", min(limits.max_file_bytes, room)))
+            continue
+        data, name = (d.text or "").encode(), d.title or d.id or f"text-{i}"
+        _check_size(limits, len(data), f"documents[{i}]")
+        source = SourceFile(name, data, d.id, d.title, d.metadata or {}, "text/plain")
         sources.append(source if d.id is not None else _with_id(source))
     return sources, body.collection
+
+
+def _check_urls(limits: GatewaySettings, documents: Sequence[IngestDocument]) -> None:
+    """Refuse a bad document before anything is fetched."""
+    for i, d in enumerate(documents):
+        if (d.text is None) == (d.url is None):
+            raise ApiError("invalid_request", f"documents[{i}] must have either text or url", f"documents[{i}]")
+        if d.url is not None and not limits.allow_url_ingest:
+            why = "this server fetches no URLs: its setting allow_url_ingest is off"
+            raise ApiError("invalid_request", f"documents[{i}].url: {why}", f"documents[{i}].url")
+    num_urls = sum(d.url is not None for d in documents)
+    if num_urls > MAX_URLS:
+        raise ApiError("request_too_large", f"{num_urls} URLs were sent; {MAX_URLS} are allowed", "documents")
+
+
+async def _fetch(services: Services, d: IngestDocument, at: str, max_bytes: int) -> SourceFile:
+    """A fetched document; the same URL is the same document. Raises `ApiError`."""
+    url = str(d.url)
+    try:
+        fetched = await services.urls.fetch(url, max_bytes)
+    except ApiError as e:
+        raise ApiError(e.code, f"{at}: {e.message}", at) from e
+    document_id = hashlib.sha256(url.encode()).hexdigest()[:16] if d.id is None else d.id
+    metadata = {"url": url, **(d.metadata or {})}
+    return SourceFile(fetched.name, fetched.data, document_id, d.title, metadata, fetched.media_type)
 
 
 def _with_id(source: SourceFile) -> SourceFile:

@@ -16,7 +16,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, embedder_path: Path) -> Iter
     folder = tmp_path_factory.mktemp("keyed")
     model = make_tiny_model(folder / "tiny", max_model_len=4096)
     server = Server(folder, "--model", str(model), "--max-body-bytes", "3000000", "--max-file-bytes", "1000000",
-                    "--max-files", "20", "--dtype", "float32")  # fmt: skip
+                    "--allow-url-ingest", "--max-files", "20", "--dtype", "float32")  # fmt: skip
     try:
         server.wait_ready()
         k = Keyed(server, {})
