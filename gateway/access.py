@@ -51,6 +51,7 @@ class Gate:
         """Who is calling. Raises `ApiError` (unauthorized), which is the same for every path."""
         await self._keys.follow()
         if self._keys.is_open:
+            _refuse_other_sites(scope)
             return Caller()
         given = _given_keys(scope)
         if len(given) != 1:
@@ -92,6 +93,15 @@ def check_role(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRout
     needed: Role = handler.opt.get("role", Role.ADMIN)
     if not caller.role.includes(needed):
         raise ApiError("forbidden", f"this needs a key of the role {needed.value}; the role of yours is {caller.role}")
+
+
+def _refuse_other_sites(scope: Scope) -> None:
+    """Without keys, a page of another site must not make its visitor's browser ask for it. Raises `ApiError`.
+
+    Browsers say so themselves, in a header that no page can set. With keys there is no need: a page would lack one.
+    """
+    if dict(scope["headers"]).get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        raise ApiError("forbidden", "a page of another site may not use a server that asks for no key")
 
 
 def _given_keys(scope: Scope) -> set[str]:

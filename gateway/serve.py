@@ -20,7 +20,7 @@ import uvicorn
 from gateway.app import make_app
 from gateway.commands import ask_url, ingest_url
 from gateway.engine_client import LocalEngineClient
-from gateway.keys import KeysError
+from gateway.keys import KeyFile, KeysError
 from gateway.limits import BoundedHeadProtocol
 from gateway.models import resolve_embedder, resolve_model
 from gateway.retrieval_client import RetrievalClient
@@ -94,8 +94,8 @@ class Server:
         if not _is_free(g.host, g.port):
             print(f"foreword: port {g.port} on {g.host} is in use", file=sys.stderr)
             return 1
-        if not _is_loopback(g.host) and self._services.keys.is_open:
-            print(OPEN_WARNING.format(host=g.host), file=sys.stderr)
+        if (warning := exposure(g.host, self._services.keys)) is not None:
+            print(warning, file=sys.stderr)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.end)
@@ -141,6 +141,11 @@ class Server:
     def _on_fatal(self, why: str) -> None:
         self._fatal = why
         self._uvicorn.should_exit = True
+
+
+def exposure(host: str, keys: KeyFile) -> str | None:
+    """What to warn of: a server that others can reach and that asks for no key."""
+    return None if _is_loopback(host) or not keys.is_open else OPEN_WARNING.format(host=host)
 
 
 def serve(settings: Settings) -> int:

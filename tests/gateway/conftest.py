@@ -21,6 +21,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, embedder_path: Path) -> Iter
         server.wait_ready()
         k = Keyed(server, {})
         k.before = {path: k.ask(None, "GET", path).status_code for path in ("/rag/documents", "/metrics", "/nowhere")}
+        for site in ("cross-site", "same-site", "same-origin", "none"):
+            status = k.ask(None, "GET", "/rag/documents", headers={"Sec-Fetch-Site": site}).status_code
+            k.before[f"from {site}"] = status
         for name, (tenant, role, collections) in KEYS.items():
             only = [] if collections is None else ["--collections", collections]
             k.keys[name] = k.command("create", "--tenant", tenant, "--role", role, "--name", name, *only)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from keyed_server import Keyed
+from server_process import REPO
 
 from gateway.openapi import ENDPOINTS
 
@@ -33,8 +38,15 @@ def url_of(path: str) -> str:
 
 
 def test_the_server_is_open_until_the_first_key_and_closed_at_once_after(keyed: Keyed) -> None:
-    assert keyed.before == {"/rag/documents": 200, "/metrics": 200, "/nowhere": 404}
-    assert [keyed.ask(None, "GET", path).status_code for path in keyed.before] == [401, 401, 401]
+    paths = {"/rag/documents": 200, "/metrics": 200, "/nowhere": 404}
+    assert {path: keyed.before[path] for path in paths} == paths
+    assert [keyed.ask(None, "GET", path).status_code for path in paths] == [401, 401, 401]
+
+
+def test_without_keys_a_page_of_another_site_is_refused(keyed: Keyed) -> None:
+    by_site = {site: keyed.before[f"from {site}"] for site in ("cross-site", "same-site", "same-origin", "none")}
+    assert by_site == {"cross-site": 403, "same-site": 403, "same-origin": 200, "none": 200}
+    assert keyed.ask("ann", "GET", "/rag/documents", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
 
 
 def test_every_endpoint_is_open_by_name_or_needs_a_role(keyed: Keyed) -> None:
@@ -110,6 +122,28 @@ def test_openais_client_is_let_in_by_its_key(keyed: Keyed) -> None:
     assert ask(keyed.keys["ann_reads"]).usage.completion_tokens == 2
     with pytest.raises(openai.AuthenticationError, match="not known"):
         ask("sk-wrong")
+
+
+def test_commands_send_the_key_of_their_environment(keyed: Keyed, tmp_path: Path) -> None:
+    (tmp_path / "cat.txt").write_text("The harbour cat is called Bosun.", encoding="utf-8")
+    where = ["--data-dir", str(keyed.server.data_dir), "--collection", "cli"]
+
+    def run(*args: str, key: str | None) -> subprocess.CompletedProcess[str]:
+        environment = {k: v for k, v in os.environ.items() if k != "FOREWORD_API_KEY"}
+        environment |= {} if key is None else {"FOREWORD_API_KEY": key}
+        command = [sys.executable, "-m", "gateway.cli", *args, *where]
+        return subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment)
+
+    added = run("ingest", str(tmp_path), key=keyed.keys["ann"])
+    assert (added.returncode, "1 of 1 files" in added.stdout) == (0, True), added.stderr
+    asked = run("ask", "cat?", "--max-tokens", "1", key=keyed.keys["ann_reads"])
+    assert (asked.returncode, "cat" in asked.stdout) == (0, True), asked.stderr
+    for args in (["ingest", str(tmp_path)], ["ask", "cat?"]):
+        refused = run(*args, key=None)
+        assert refused.returncode == 1
+        assert "an API key is needed" in refused.stderr
+    (document,) = keyed.ask("ann", "GET", "/rag/documents?collection=cli").json()["documents"]
+    keyed.ask("ann", "DELETE", f"/rag/documents/{document['document_id']}")
 
 
 def test_the_page_keeps_a_key_for_the_session_only_and_sends_it(keyed: Keyed) -> None:

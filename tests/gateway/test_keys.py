@@ -12,7 +12,8 @@ import pytest
 from gateway.cli import main
 from gateway.key_commands import key_headers, local_caller
 from gateway.keys import NOBODY, Caller, KeyFile, KeysError, Role
-from gateway.settings import SettingsError, load_settings
+from gateway.serve import exposure
+from gateway.settings import GatewaySettings, SettingsError, load_settings
 
 
 def reader(folder: Path) -> KeyFile:
@@ -95,6 +96,17 @@ def test_a_broken_file_accepts_no_key_and_says_so(tmp_path: Path, caplog: pytest
     (tmp_path / "keys.json").write_bytes(whole)
     asyncio.run(keys.follow())
     assert keys.caller_of(key) is not None
+
+
+def test_a_reachable_server_without_keys_warns_and_the_default_is_not_reachable(tmp_path: Path) -> None:
+    assert GatewaySettings().host == "127.0.0.1"
+    keys = reader(tmp_path)
+    for host in ("0.0.0.0", "::", "192.168.1.5", "my-host"):
+        assert f"WARNING: listening on {host} without an API key" in (exposure(host, keys) or "")
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert exposure(host, keys) is None
+    KeyFile(tmp_path).create("t", Role.QUERY)
+    assert exposure("0.0.0.0", reader(tmp_path)) is None
 
 
 def test_keys_made_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
