@@ -16,7 +16,9 @@ from litestar.response import Stream
 
 from engine import RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
 from gateway import sse
+from gateway.access import caller_of
 from gateway.errors import ApiError, decode_body
+from gateway.keys import Caller, Role
 from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.prompt import PassageText, Prompt, PromptTooLong
 from gateway.schemas import ChatRequest, CompletionRequest, message_dicts, strip_neutral
@@ -51,14 +53,14 @@ def services_of(request: AnyRequest) -> Services:
     return services
 
 
-@post("/v1/chat/completions", status_code=200)
+@post("/v1/chat/completions", status_code=200, role=Role.QUERY)
 async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     """Continue a chat; the caller may bring `documents`, which are placed as retrieved passages are."""
     services = services_of(request)
     body: ChatRequest = read_openai(await request.body(), ChatRequest)
     services.check_model(body.model)
     params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, DEFAULT_TEMPERATURE)
-    prompt = _chat_prompt(services, body, params)
+    prompt = _chat_prompt(services, body, params, caller_of(request))
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -77,14 +79,14 @@ def _chat_choice(services: Services, answer: Answer) -> dict[str, Any]:
     return {"index": answer.index, "message": message, "finish_reason": answer.reason, "logprobs": logprobs}
 
 
-@post("/v1/completions", status_code=200)
+@post("/v1/completions", status_code=200, role=Role.QUERY)
 async def completions(request: AnyRequest) -> Response[Any] | Stream:
     """Continue plain text, or token ids; a list of texts gives one choice each."""
     services = services_of(request)
     body: CompletionRequest = read_openai(await request.body(), CompletionRequest)
     services.check_model(body.model)
     params = body.params(services.info.vocab_size, 16, DEFAULT_TEMPERATURE)
-    prompts = _completion_prompts(services, body, params)
+    prompts = _completion_prompts(services, body, params, caller_of(request))
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
     head["object"] = "text_completion"
     if body.stream:
@@ -116,7 +118,7 @@ def _prompt_logprobs(services: Services, params: SamplingParams, first: Answer) 
     return {"prompt_logprobs": prompt_logprobs(services.tokenizer, first.prompt_logprobs)}
 
 
-@get("/v1/models")
+@get("/v1/models", role=Role.QUERY)
 async def list_models(request: AnyRequest) -> dict[str, Any]:
     """The model that is served; `default` always means it."""
     info = services_of(request).info
@@ -155,21 +157,23 @@ async def _gather(work: list[Any]) -> list[list[Answer]]:
     return [t.result() for t in tasks]
 
 
-def _chat_prompt(services: Services, body: ChatRequest, params: SamplingParams) -> Prompt:
+def _chat_prompt(services: Services, body: ChatRequest, params: SamplingParams, caller: Caller) -> Prompt:
     limit = services.info.max_model_len - 1
     messages = message_dicts(body.messages)
     documents = [PassageText(d.id or str(i), d.title or "", d.text) for i, d in enumerate(body.documents or ())]
     if any(not d.text.strip() for d in documents):
         raise ApiError("invalid_request", "documents: a text is empty", "documents")
     try:
-        return services.assembler.chat(messages, documents, max_tokens=limit)
+        return services.assembler(caller).chat(messages, documents, max_tokens=limit)
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "messages") from e
     except ValueError as e:
         raise ApiError("invalid_request", str(e), "messages") from e
 
 
-def _completion_prompts(services: Services, body: CompletionRequest, params: SamplingParams) -> list[Prompt]:
+def _completion_prompts(
+    services: Services, body: CompletionRequest, params: SamplingParams, caller: Caller
+) -> list[Prompt]:
     limit = services.info.max_model_len - 1
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
     if not given or len({type(item) for item in given}) > 1:
@@ -181,8 +185,8 @@ def _completion_prompts(services: Services, body: CompletionRequest, params: Sam
                 raise ApiError("invalid_request", f"prompt holds a token id outside 0..{vocab_size - 1}", "prompt")
             if len(given) > limit:
                 raise PromptTooLong(len(given), limit)
-            return [Prompt((Segment(tuple(given)),))]
-        return [services.assembler.completion(text, max_tokens=limit) for text in given]
+            return [Prompt((Segment(tuple(given), scope=caller.scope),))]
+        return [services.assembler(caller).completion(text, max_tokens=limit) for text in given]
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "prompt") from e
     except ValueError as e:

@@ -17,6 +17,8 @@ ENDPOINTS: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (
     ("get", "/rag/documents/{document_id}", "One document with its passages", None),
     ("delete", "/rag/documents/{document_id}", "Delete a document everywhere", None),
     ("get", "/rag/jobs/{job_id}", "An ingest job as it stands", None),
+    ("post", "/rag/jobs/{job_id}/retry", "Ingest again what failed for no fault of the source", None),
+    ("get", "/rag/collections", "Collections, and how many documents each holds", None),
     ("post", "/v1/chat/completions", "OpenAI chat, with `documents` as an extension", ChatRequest),
     ("post", "/v1/completions", "OpenAI completions", CompletionRequest),
     ("get", "/v1/models", "What is served; `default` always means it", None),

@@ -74,10 +74,16 @@ class _Frame(msgspec.Struct, frozen=True):
 
 
 class PromptAssembler:
-    """Makes prompts for one tokenizer and caches the token ids of the texts it has seen."""
+    """Makes prompts for one tokenizer and caches the token ids of the texts it has seen.
 
-    def __init__(self, tokenizer: Tokenizer, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
+    Args: scope, of every segment: the tenant whose texts these are, so that only its requests find them in the cache.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, scope: str = SHARED_SCOPE, max_cached_tokens: int = MAX_CACHED_TOKENS
+    ) -> None:
         self.tokenizer = tokenizer
+        self._scope = scope
         self._ids: OrderedDict[tuple[bool, str], tuple[int, ...]] = OrderedDict()
         self._num_cached, self._max_cached = 0, max_cached_tokens
         # Unguessable, so no content can hold one of the private marks by chance or on purpose.
@@ -92,18 +98,15 @@ class PromptAssembler:
         system: str = DEFAULT_SYSTEM,
         history: Sequence[Message] = (),
         max_tokens: int,
-        scope: str = SHARED_SCOPE,
     ) -> Prompt:
         """[system][passage]...[tail], at most `max_tokens` long; the last passages are dropped where needed.
 
         Raises `PromptTooLong` if it does not fit without any passage, `ValueError` if the template refuses.
         """
         frame = self._frame(system)
-        head = self._segment(frame.before, SegmentKind.SYSTEM, scope)
-        tail = self._segment(
-            _history(history, self._hide) + self._hide(question) + frame.after, SegmentKind.TAIL, scope
-        )
-        return self._fit([head], passages, tail, max_tokens, scope)
+        head = self._segment(frame.before, SegmentKind.SYSTEM)
+        tail = self._segment(_history(history, self._hide) + self._hide(question) + frame.after, SegmentKind.TAIL)
+        return self._fit([head], passages, tail, max_tokens)
 
     def follow_up(
         self,
@@ -113,7 +116,6 @@ class PromptAssembler:
         passages: Sequence[PassageText],
         *,
         max_tokens: int,
-        scope: str = SHARED_SCOPE,
     ) -> Prompt:
         """The next turn of a kept conversation: everything before, ids included, then glue, new passages, new tail."""
         frame = self._frame(DEFAULT_SYSTEM)
@@ -121,8 +123,8 @@ class PromptAssembler:
         end = next((i for i, t in enumerate(glue) if t not in answer_ids[-1:]), 0) if answer_ids else 0
         last = before[-1]
         turn = Segment((*last.token_ids, *answer_ids, *glue[end:]), last.kind, last.scope)
-        tail = self._segment(self._hide(question) + frame.after, SegmentKind.TAIL, scope)
-        return self._fit([*before[:-1], turn], passages, tail, max_tokens, scope)
+        tail = self._segment(self._hide(question) + frame.after, SegmentKind.TAIL)
+        return self._fit([*before[:-1], turn], passages, tail, max_tokens)
 
     def chat(
         self,
@@ -130,7 +132,6 @@ class PromptAssembler:
         documents: Sequence[PassageText] = (),
         *,
         max_tokens: int,
-        scope: str = SHARED_SCOPE,
     ) -> Prompt:
         """A chat by the model's own template; the caller's documents stand before the last user message's text.
 
@@ -139,31 +140,29 @@ class PromptAssembler:
         """
         hidden = [{**m, "content": self._hide(m["content"])} for m in messages]
         if not documents:
-            prompt = Prompt(self._message_segments(self.tokenizer.render_chat(hidden), scope))
+            prompt = Prompt(self._message_segments(self.tokenizer.render_chat(hidden)))
         else:
-            prompt = self._chat_with_documents(hidden, documents, scope)
+            prompt = self._chat_with_documents(hidden, documents)
         if prompt.num_tokens > max_tokens:
             raise PromptTooLong(prompt.num_tokens, max_tokens)
         return prompt
 
-    def completion(self, text: str, *, max_tokens: int, scope: str = SHARED_SCOPE) -> Prompt:
+    def completion(self, text: str, *, max_tokens: int) -> Prompt:
         """Plain text to continue, with the begin-of-text token that the model expects, if any."""
         ids = self._encode(self._hide(text), False)
         if not ids:
             raise ValueError("prompt must not be empty")
         if len(ids) > max_tokens:
             raise PromptTooLong(len(ids), max_tokens)
-        return Prompt((Segment(ids, SegmentKind.TEXT, scope),))
+        return Prompt((Segment(ids, SegmentKind.TEXT, self._scope),))
 
-    def _fit(
-        self, before: list[Segment], passages: Sequence[PassageText], tail: Segment, max_tokens: int, scope: str
-    ) -> Prompt:
+    def _fit(self, before: list[Segment], passages: Sequence[PassageText], tail: Segment, max_tokens: int) -> Prompt:
         fixed = sum(len(s.token_ids) for s in before) + len(tail.token_ids)
         if fixed > max_tokens:
             raise PromptTooLong(fixed, max_tokens)
         used, kept, dropped = fixed, [], []
         for passage in passages:
-            segment = self._passage(passage, scope)
+            segment = self._passage(passage)
             if used + len(segment.token_ids) > max_tokens:
                 dropped.append(passage.passage_id)
                 continue
@@ -172,21 +171,19 @@ class PromptAssembler:
         segments = (*before, *(s for _, s in kept), tail)
         return Prompt(segments, tuple(i for i, _ in kept), tuple(dropped))
 
-    def _chat_with_documents(
-        self, messages: list[dict[str, Any]], documents: Sequence[PassageText], scope: str
-    ) -> Prompt:
+    def _chat_with_documents(self, messages: list[dict[str, Any]], documents: Sequence[PassageText]) -> Prompt:
         at = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
         if at is None:
             raise ValueError("messages: documents need a user message")
         mark = self._mark(0)
         marked = [*messages[:at], {**messages[at], "content": mark + messages[at]["content"]}, *messages[at + 1 :]]
         before, _, after = self.tokenizer.render_chat(marked).partition(mark)
-        passages = [self._passage(d, scope) for d in documents]
-        tail = self._segment(after, SegmentKind.TAIL, scope)
-        segments = (*self._message_segments(before, scope), *passages, tail)
+        passages = [self._passage(d) for d in documents]
+        tail = self._segment(after, SegmentKind.TAIL)
+        segments = (*self._message_segments(before), *passages, tail)
         return Prompt(segments, tuple(d.passage_id for d in documents))
 
-    def _message_segments(self, rendered: str, scope: str) -> tuple[Segment, ...]:
+    def _message_segments(self, rendered: str) -> tuple[Segment, ...]:
         """Segments that end with the control token that closes each message; the first is the system message."""
         pieces = self.tokenizer.split_control(rendered)
         closers = {t for t, i in self.tokenizer.control_tokens.items() if i in self.tokenizer.eos_token_ids}
@@ -202,11 +199,11 @@ class PromptAssembler:
         if not current.strip() and current and merged:
             merged[-1] += current
         kinds = [SegmentKind.SYSTEM if len(merged) > 1 and i == 0 else SegmentKind.TEXT for i in range(len(merged))]
-        return tuple(self._segment(t, k, scope) for t, k in zip(merged, kinds, strict=True))
+        return tuple(self._segment(t, k) for t, k in zip(merged, kinds, strict=True))
 
-    def _passage(self, passage: PassageText, scope: str) -> Segment:
+    def _passage(self, passage: PassageText) -> Segment:
         title = f"{passage.title}\n" if passage.title else ""
-        return self._segment(self._hide(f"{title}{passage.text}\n\n"), SegmentKind.PASSAGE, scope)
+        return self._segment(self._hide(f"{title}{passage.text}\n\n"), SegmentKind.PASSAGE)
 
     def _frame(self, system: str) -> _Frame:
         """Render [system, user] and [system, user, assistant, user] around marks."""
@@ -245,8 +242,8 @@ class PromptAssembler:
                 text = text.replace(control, private)
         return text
 
-    def _segment(self, rendered: str, kind: SegmentKind, scope: str) -> Segment:
-        return Segment(self._encode(rendered, True), kind, scope)
+    def _segment(self, rendered: str, kind: SegmentKind) -> Segment:
+        return Segment(self._encode(rendered, True), kind, self._scope)
 
     def _encode(self, rendered: str, with_control: bool) -> tuple[int, ...]:
         """Ids of rendered text, from the cache if it was seen before."""

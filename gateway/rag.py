@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from engine import RequestStats, SamplingParams, Segment, SegmentKind
 from gateway.citations import Citation, cite
 from gateway.errors import ApiError
+from gateway.keys import Caller
 from gateway.prompt import DEFAULT_SYSTEM, Message, PassageText, Prompt, PromptTooLong
 from gateway.retrieval_client import RetrievalDead
 from gateway.schemas import RagRequest
@@ -32,6 +33,13 @@ class Conversation:
     segments: tuple[Segment, ...] = ()
     answer_ids: tuple[int, ...] = ()
     is_busy: bool = False
+    collections: set[str] = field(default_factory=set)
+    """Where its passages come from: who may not use one of them may not go on with it."""
+
+    def add_source(self, collection: str, caller: Caller) -> None:
+        """Note where the next passages come from; there are none where the caller may not look."""
+        if caller.may_use(collection):
+            self.collections.add(collection)
 
 
 @dataclass(slots=True)
@@ -55,17 +63,18 @@ class RagPipeline:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        self._conversations: dict[str, OrderedDict[str, Conversation]] = {}
+        """By tenant and id."""
 
-    async def prepare(self, request: RagRequest) -> Prepared:
+    async def prepare(self, request: RagRequest, caller: Caller) -> Prepared:
         """Everything before the first token. Raises `ApiError`."""
         s, started = self._services, time.perf_counter()
         s.check_model(request.model)
         params = request.params(s.info.vocab_size, s.settings.gateway.default_max_tokens, temperature=0.0)
-        conversation_id, conversation = self._conversation(request)
-        found = await self._search(request)
+        conversation_id, conversation = self._conversation(request, caller)
+        found = await self._search(request, caller)
         assembling = time.perf_counter()
-        prompt = self._assemble(request, found, params, conversation)
+        prompt = self._assemble(request, found, params, conversation, caller)
         timings = {
             "embed_ms": round(found.embed_ms, 2),
             "search_ms": round(found.search_ms, 2),
@@ -80,10 +89,10 @@ class RagPipeline:
             answer_id, request.query, found.hits, prompt, params, started, timings, conversation_id, conversation
         )
 
-    async def answer(self, request: RagRequest) -> dict[str, Any]:
+    async def answer(self, request: RagRequest, caller: Caller) -> dict[str, Any]:
         """The whole reply at once."""
         reply: dict[str, Any] = {}
-        async with aclosing(self.events(await self.prepare(request))) as events:
+        async with aclosing(self.events(await self.prepare(request, caller))) as events:
             async for name, data in events:
                 if name == "final":
                     reply = data
@@ -129,40 +138,48 @@ class RagPipeline:
             p.conversation.segments, p.conversation.answer_ids = p.prompt.segments, tuple(tokens)
         yield "final", self._final(p, answer, citations, stats, reason, ttft_ms)
 
-    def _conversation(self, request: RagRequest) -> tuple[str | None, Conversation | None]:
+    def _conversation(self, request: RagRequest, caller: Caller) -> tuple[str | None, Conversation | None]:
         """The conversation a request goes on with. The server makes the ids."""
         wanted = request.conversation_id
         if wanted is None:
             return None, None
+        own = self._conversations.setdefault(caller.tenant, OrderedDict())
         if wanted == NEW_CONVERSATION:
             new_id = f"conv-{uuid.uuid4().hex}"
-            self._conversations[new_id] = Conversation()
-            while len(self._conversations) > self._services.settings.gateway.max_conversations:
-                self._conversations.popitem(last=False)
-            return new_id, self._conversations[new_id]
-        if wanted not in self._conversations:
+            own[new_id] = Conversation()
+            own[new_id].add_source(request.collection, caller)
+            while len(own) > self._services.settings.gateway.max_conversations:
+                own.popitem(last=False)
+            return new_id, own[new_id]
+        if wanted not in own or not all(map(caller.may_use, own[wanted].collections)):
             raise ApiError("not_found", f"there is no conversation {wanted[:80]!r}", "conversation_id")
         if request.history or request.system is not None:
             raise ApiError("invalid_request", "a kept conversation takes no history and no system text", "history")
-        if self._conversations[wanted].is_busy:
+        if own[wanted].is_busy:
             raise ApiError("conversation_busy", "the last question of this conversation is still being answered")
-        self._conversations.move_to_end(wanted)
-        return wanted, self._conversations[wanted]
+        own.move_to_end(wanted)
+        own[wanted].add_source(request.collection, caller)
+        return wanted, own[wanted]
 
-    async def _search(self, r: RagRequest) -> SearchResult:
-        filters = r.filters or None
+    async def _search(self, r: RagRequest, caller: Caller) -> SearchResult:
+        filters, tenant = r.filters or None, caller.tenant_in(r.collection)
         request = SearchRequest(
-            r.query, r.collection, r.top_k, filters, r.mode, r.min_score, r.diversity, rerank=r.rerank
+            r.query, r.collection, r.top_k, filters, r.mode, r.min_score, r.diversity, r.rerank, tenant
         )
         return await guarded(self._services.retrieval.search(request))
 
     def _assemble(
-        self, r: RagRequest, found: SearchResult, params: SamplingParams, conversation: Conversation | None
+        self,
+        r: RagRequest,
+        found: SearchResult,
+        params: SamplingParams,
+        conversation: Conversation | None,
+        caller: Caller,
     ) -> Prompt:
         limit = self._services.info.max_model_len
         room = max(limit - params.max_tokens, limit // 2)
         passages = [PassageText(h.passage.passage_id, h.title, h.passage.text) for h in found.hits]
-        assembler = self._services.assembler
+        assembler = self._services.assembler(caller)
         try:
             if conversation is not None and conversation.segments:
                 before, ids = conversation.segments, conversation.answer_ids

@@ -6,7 +6,7 @@ import logging
 import time
 import unicodedata
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import msgspec
@@ -184,10 +184,10 @@ class Retriever:
         return self._corpus.unfinished_jobs()
 
     def documents(
-        self, collection: str | None = None, limit: int = 100, offset: int = 0, tenant: str = ""
+        self, collections: Set[str] | None = None, limit: int = 100, offset: int = 0, tenant: str = ""
     ) -> list[Document]:
-        """Records in the order of ingest, of one collection or of all."""
-        return self._corpus.documents(tenant, collection, limit, offset)
+        """Records in the order of ingest, of some collections or of all."""
+        return self._corpus.documents(tenant, collections, limit, offset)
 
     def document(self, document_id: str, tenant: str = "") -> Document | None:
         """A document's record."""
