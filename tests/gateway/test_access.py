@@ -86,6 +86,15 @@ def test_what_is_open_needs_no_key_and_minds_no_wrong_one(keyed: Keyed) -> None:
             assert keyed.ask(None, "GET", path, headers=headers).status_code == 200, path
 
 
+def test_the_description_says_what_needs_a_key(keyed: Keyed) -> None:
+    spec = keyed.ask(None, "GET", "/docs/openapi.json").json()
+    assert spec["security"] == [{"bearer": []}, {"header": []}]
+    assert set(spec["components"]["securitySchemes"]) == {"bearer", "header"}
+    assert [p for p, methods in spec["paths"].items() if methods.get("get", {}).get("security") == []] == sorted(
+        OPEN, key=list(spec["paths"]).index
+    )
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
