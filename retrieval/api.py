@@ -125,6 +125,8 @@ class SearchResult(msgspec.Struct, frozen=True):
     embed_ms: float
     search_ms: float
     rerank_ms: float = 0.0
+    stages_ms: dict[str, float] = {}
+    """Parts of the search that were run: `lexical`, `dense`, `fuse`."""
 
 
 class SourceFile(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from retrieval.api import Document, Job, Passage, SearchRequest, SourceFile
 from retrieval.dense import Vectors
+from retrieval.stages import Stages
 
 MAX_JOBS = 1000
 """Ended jobs that can still be asked about."""
@@ -40,8 +41,13 @@ class Candidate:
 class View(Protocol):
     """One consistent state of a corpus: whole documents only, and the same ones for every call."""
 
-    def candidates(self, request: SearchRequest, vector: Vectors, limit: int) -> list[Candidate]:
-        """The `limit` nearest and the `limit` best by words, as the request's mode, filters and tenant say."""
+    def candidates(
+        self, request: SearchRequest, vector: Vectors, limit: int, stages: Stages | None = None
+    ) -> list[Candidate]:
+        """The `limit` nearest and the `limit` best by words, as the request's mode, filters and tenant say.
+
+        Args: stages, takes the times of `lexical` and `dense`.
+        """
 
     def vectors(self, keys: Sequence[int]) -> Vectors:
         """Vectors [n, dim] of passages."""

@@ -20,6 +20,7 @@ from retrieval.dense import DenseIndex, Vectors
 from retrieval.filters import compile_filter
 from retrieval.lexical import BM25
 from retrieval.snapshot import IndexSnapshot, Snapshot, read_snapshot, write_snapshot
+from retrieval.stages import Stages
 from retrieval.store import Store
 
 Keys = npt.NDArray[np.int64]
@@ -83,7 +84,9 @@ class LocalCorpus:
         with self._lock:
             yield self
 
-    def candidates(self, request: SearchRequest, vector: Vectors, limit: int) -> list[Candidate]:
+    def candidates(
+        self, request: SearchRequest, vector: Vectors, limit: int, stages: Stages | None = None
+    ) -> list[Candidate]:
         """The nearest by each index."""
         index = self._indexes.get((request.tenant, request.collection))
         if index is None:
@@ -92,10 +95,13 @@ class LocalCorpus:
         if allowed is not None and not len(allowed):
             return []
         lexical, dense = dict[int, float](), dict[int, float]()
+        stages = stages or Stages()
         if request.mode is not SearchMode.DENSE:
-            lexical = dict(index.lexical.search(request.query, limit, allowed))
+            with stages.time("lexical"):
+                lexical = dict(index.lexical.search(request.query, limit, allowed))
         if request.mode is not SearchMode.LEXICAL:
-            dense = dict(index.dense.search(vector, limit, allowed))
+            with stages.time("dense"):
+                dense = dict(index.dense.search(vector, limit, allowed))
         others = [k for k in lexical if k not in dense]
         dense |= zip(others, map(float, index.dense.vectors(others) @ vector), strict=True)
         return [Candidate(k, c, lexical.get(k, 0.0), self._entries[k].text_sum) for k, c in dense.items()]

@@ -20,6 +20,7 @@ from retrieval.filters import compile_filter
 from retrieval.filters_sql import Params, filter_sql
 from retrieval.lexical import K1, B, query_terms
 from retrieval.postgres_db import Connection
+from retrieval.stages import Stages
 
 EXACT_LIMIT = 50_000
 """Passages of a collection up to which every vector is compared."""
@@ -48,7 +49,9 @@ class PostgresView:
         self._db = db
         self._dim = dim
 
-    def candidates(self, request: SearchRequest, vector: Vectors, limit: int) -> list[Candidate]:
+    def candidates(
+        self, request: SearchRequest, vector: Vectors, limit: int, stages: Stages | None = None
+    ) -> list[Candidate]:
         """The nearest by vectors and by words."""
         where = (request.tenant, request.collection)
         sql: LiteralString = "SELECT passages, length FROM foreword.totals WHERE tenant = %s AND collection = %s"
@@ -67,11 +70,14 @@ class PostgresView:
             )
             params = [*where, *params]
         lexical, dense = dict[int, float](), list[int]()
+        stages = stages or Stages()
         if request.mode is not SearchMode.DENSE:
-            lexical = self._by_words(request, num_passages, length / num_passages or 1.0, fits, params, limit)
+            with stages.time("lexical"):
+                lexical = self._by_words(request, num_passages, length / num_passages or 1.0, fits, params, limit)
         is_finite = bool(np.isfinite(vector).all())
         if request.mode is not SearchMode.LEXICAL and is_finite:
-            dense = self._by_vector(where, vector, num_passages, fits, params, limit)
+            with stages.time("dense"):
+                dense = self._by_vector(where, vector, num_passages, fits, params, limit)
         found = list(dict.fromkeys([*dense, *lexical]))
         about = "SELECT key, -(vector <#> %s::vector), text_sum FROM foreword.passages WHERE key = ANY (%s)"
         by_key = {k: (c, s) for k, c, s in self._db.execute(about, (vector_text(vector * is_finite), found))}

@@ -32,6 +32,7 @@ from retrieval.ingest import MAX_OVERLAP, Ingest, Outcome
 from retrieval.local import LocalCorpus
 from retrieval.ranking import check_collection, check_search, diversify, fuse, group_twins, is_good, make_hits
 from retrieval.rerank import CrossEncoderReranker, Reranker, text_of
+from retrieval.stages import Stages
 
 log = logging.getLogger("foreword")
 
@@ -220,29 +221,31 @@ class Retriever:
             log.error("the state of job %s was not kept: %s", job.job_id, e)
 
     def _search(self, request: SearchRequest, vector: Vectors) -> SearchResult:
-        started = time.perf_counter()
+        started, stages = time.perf_counter(), Stages()
         least = request.min_score or {}
         baseline = self._unrelated_cosine() if request.mode is SearchMode.HYBRID else 0.0
         with self._corpus.view() as view:
-            candidates = view.candidates(request, vector, max(CANDIDATES, request.top_k))
-            scores = fuse(request.mode, candidates, baseline)
-            fits = [k for k in scores if is_good(scores[k], least)]
-            ranked = sorted(fits, key=lambda k: (-scores[k].fused, k))
-            twins = group_twins(ranked, {c.key: c.text_sum for c in candidates})
+            candidates = view.candidates(request, vector, max(CANDIDATES, request.top_k), stages)
+            with stages.time("fuse"):
+                scores = fuse(request.mode, candidates, baseline)
+                fits = [k for k in scores if is_good(scores[k], least)]
+                ranked = sorted(fits, key=lambda k: (-scores[k].fused, k))
+                twins = group_twins(ranked, {c.key: c.text_sum for c in candidates})
             ranked = list(twins)[: self._depth(request)]
             hits = make_hits(view, ranked, scores, twins)
             vectors = view.vectors(ranked) if request.diversity else None
         search_ms = (time.perf_counter() - started) * 1e3
         order: Sequence[int] = range(len(hits))
+        rerank_ms = 0.0
         if self._is_reranked(request):
             hits = self._rerank(request.query, hits)
             order = sorted(order, key=lambda i: (-_relevance(hits[i]), i))
             order = [i for i in order if is_good(hits[i].scores, least)]
-        rerank_ms = (time.perf_counter() - started) * 1e3 - search_ms
+            rerank_ms = (time.perf_counter() - started) * 1e3 - search_ms
         if vectors is not None:
             taken = diversify([_relevance(hits[i]) for i in order], vectors[order], request.top_k, request.diversity)
             order = [order[i] for i in taken]
-        return SearchResult(tuple(hits[i] for i in order[: request.top_k]), 0.0, search_ms, rerank_ms)
+        return SearchResult(tuple(hits[i] for i in order[: request.top_k]), 0.0, search_ms, rerank_ms, stages.ms)
 
     def _depth(self, request: SearchRequest) -> int | None:
         """Hits that are looked at after the fusion; None for all."""
