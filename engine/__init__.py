@@ -23,7 +23,8 @@ from engine.api import (
     TokenLogprobs,
 )
 from engine.config import EngineConfig
-from engine.wire import Abort, Add, AskStats, Failed, FromEngine, Outputs, Ready, Stats
+from engine.inspect import EngineView, PoolView
+from engine.wire import Abort, Add, AskStats, AskView, Failed, FromEngine, Outputs, Ready, Stats, View
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -42,14 +43,17 @@ __all__ = [
     "Abort",
     "Add",
     "AskStats",
+    "AskView",
     "EngineConfig",
     "EngineInfo",
     "EngineRequest",
     "EngineStats",
+    "EngineView",
     "Failed",
     "FinishReason",
     "FromEngine",
     "Outputs",
+    "PoolView",
     "Ready",
     "RequestOutput",
     "RequestStats",
@@ -60,6 +64,7 @@ __all__ = [
     "TokenCounts",
     "TokenLogprobs",
     "Tokenizer",
+    "View",
     "load_tokenizer",
 ]
 

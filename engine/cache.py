@@ -6,7 +6,7 @@ protected by a lock, or held privately by one request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.allocator import BlockAllocator
@@ -165,6 +165,15 @@ class CacheManager:
         return CacheCounts(
             self._allocator.num_free, tree.num_evictable, tree.num_protected, held, self.num_blocks, tree.num_pinned
         )
+
+    def nodes(self) -> Iterator[RadixNode]:
+        """The tree's nodes, parents first, to look at only."""
+        return self._tree.nodes()
+
+    def scope_of(self, node: RadixNode) -> str:
+        """Scope of a node's last block."""
+        number = int.from_bytes(node.keys[-1][:4], "little")
+        return list(self._scope_ids)[number]
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if a block is in two places or in none, or a count is wrong (I1, I2)."""

@@ -21,7 +21,8 @@ from engine.api import BLOCK_SIZE, EngineRequest, FinishReason, RequestOutput, S
 from engine.checkpoint import CheckpointError
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.wire import Abort, Add, AskStats, Failed, FromEngine, Outputs, Ready, Stats, ToEngine
+from engine.inspect import view_of
+from engine.wire import Abort, Add, AskStats, AskView, Failed, FromEngine, Outputs, Ready, Stats, ToEngine, View
 
 IDLE_POLL_MS = 1000
 WARM_UP_SCOPE = "warm-up"
@@ -94,6 +95,8 @@ class EngineServer:
         self._socket = socket
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._unstarted: set[str] = set()
+        """Requests of which nothing was said yet."""
 
     def run(self) -> None:
         """Serve until the process ends."""
@@ -118,12 +121,17 @@ class EngineServer:
             case Add(request):
                 try:
                     self._core.add(request)
+                    self._unstarted.add(request.request_id)
                 except ValueError as e:
                     self._send([_error(request.request_id, str(e))])
             case Abort(request_id):
+                self._unstarted.discard(request_id)
                 self._send(self._core.abort(request_id))
             case AskStats():
                 self._socket.send(self._encoder.encode(Stats(self._core.stats())))
+            case AskView():
+                view = view_of(self._core.scheduler, self._core.cache)
+                self._socket.send(self._encoder.encode(View(view)))
 
     def _step(self) -> list[RequestOutput]:
         """A step; a fault in the control plane ends the requests in the engine with an error, not the process."""
@@ -137,8 +145,18 @@ class EngineServer:
             return self._core.fail_all(f"the engine failed in a step: {type(e).__name__}")
 
     def _send(self, outputs: list[RequestOutput]) -> None:
+        outputs = outputs + self._beginnings(outputs)
         if outputs:
             self._socket.send(self._encoder.encode(Outputs(outputs)))
+
+    def _beginnings(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """An empty output for each request that has begun to run and has none yet: it waits no longer."""
+        if not self._unstarted:
+            return []
+        self._unstarted.difference_update(o.request_id for o in outputs)
+        begun = [i for i in self._unstarted if self._core.scheduler.has_started(i)]
+        self._unstarted.difference_update(begun)
+        return [RequestOutput(i) for i in begun]
 
 
 def _error(request_id: str, message: str) -> RequestOutput:

@@ -12,7 +12,8 @@ the order, it never makes a request fail.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 
@@ -38,14 +39,15 @@ _Offer = tuple[int, int, RadixNode]
 class RadixCache:
     """Prefix tree of KV blocks. Owner: `CacheManager`; block ids in it belong to the tree until evicted."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.root = RadixNode([], [], None)
         self.num_evictable = 0
         self.num_protected = 0
         self.num_pinned = 0
         self._num_nodes = 0
         self._pinned: set[RadixNode] = set()
-        self._clock = count(1)
+        self._clock = clock
+        """Time in nanoseconds; never the same twice."""
         self._serial = count()
         self._heap: list[_Offer] = []
         """Unlocked leaves by last use. Entries may be stale: each is checked when it comes up."""
@@ -74,7 +76,7 @@ class RadixCache:
 
     def unlock(self, node: RadixNode) -> None:
         """Give one lock back. Raises `ValueError` if there is none."""
-        now = next(self._clock)
+        now = self._clock()
         walk: RadixNode | None = node
         while walk is not None and walk is not self.root:
             if walk.locks < 1:
@@ -158,7 +160,7 @@ class RadixCache:
     def _descend(self, node: RadixNode, keys: Sequence[bytes]) -> tuple[list[int], RadixNode]:
         """Longest stored continuation of `node` along `keys`: its block ids and the node where it ends."""
         blocks: list[int] = []
-        now = next(self._clock)
+        now = self._clock()
         while len(blocks) < len(keys):
             child = node.children.get(keys[len(blocks)])
             if child is None:
@@ -180,7 +182,7 @@ class RadixCache:
             self.num_protected += len(blocks)
             return node
         child = RadixNode(keys, blocks, node)
-        child.last_use = next(self._clock)
+        child.last_use = self._clock()
         node.children[keys[0]] = child
         self.num_evictable += len(blocks)
         self._num_nodes += 1

@@ -136,9 +136,17 @@ class Scheduler:
             insort(self._waiting, request, key=_rank)
         return requests
 
+    def now(self) -> float:
+        """The time by which requests' ages are counted."""
+        return self._clock()
+
     def requests(self) -> list[Request]:
         """All requests in the engine, running and waiting."""
         return list(self._by_key.values())
+
+    def has_started(self, request_id: str) -> bool:
+        """Whether any of a request has run. False for one that is not here."""
+        return any(r.first_run_s is not None for r in self._by_id.get(request_id, ()))
 
     def abort(self, request_id: str) -> list[Request]:
         """End a request at once and free its blocks; returns what was still going on.

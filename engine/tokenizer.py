@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,6 +77,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids."""
         return self._core.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def max_token_len(self) -> int | None:
+        """Characters of text that one token can stand for at most; None where the vocabulary does not tell."""
+        return max(map(len, self._core.get_vocab())) if self._is_byte_level else None
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text. A control token's string in it stays text; no token is added."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.api import EngineInfo, EngineRequest, EngineStats, RequestOutput
+from engine.inspect import EngineView
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -21,6 +22,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 class AskStats(msgspec.Struct, frozen=True, tag=True):
     """Gateway: say how you are."""
+
+
+class AskView(msgspec.Struct, frozen=True, tag=True):
+    """Gateway: say what you are doing, in detail."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -47,5 +52,11 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Add | Abort | AskStats
-FromEngine = Ready | Failed | Outputs | Stats
+class View(msgspec.Struct, frozen=True, tag=True):
+    """Engine: answer to `AskView`."""
+
+    view: EngineView
+
+
+ToEngine = Add | Abort | AskStats | AskView
+FromEngine = Ready | Failed | Outputs | Stats | View
