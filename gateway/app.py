@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import uuid
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
 from litestar import Litestar, Request, Response, get
 from litestar.datastructures import State
-from litestar.enums import ScopeType
 from litestar.exceptions import HTTPException
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.types import ASGIApp
 
 from gateway.access import Gate, check_role
+from gateway.debug_routes import debug_cache, debug_scheduler
 from gateway.engine_client import EngineDead
 from gateway.errors import ApiError, on_api_error, on_http_error, on_unexpected
+from gateway.front import admit, observe
 from gateway.keys import Role
 from gateway.openai_routes import chat_completions, completions, list_models, services_of
 from gateway.openapi import openapi_document
@@ -68,7 +67,7 @@ async def metrics(request: AnyRequest) -> Response[bytes]:
         retrieval = await s.retrieval.stats()
     except (EngineDead, RetrievalDead) as e:
         log.info("metrics without live gauges: %s", e)
-    text = s.metrics.render(engine, retrieval, s.engine.num_restarts)
+    text = s.metrics.render(engine, retrieval, s.engine.num_restarts, s.admission)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -104,7 +103,7 @@ def make_app(services: Services, on_fatal: Callable[[str], None] | None = None) 
 
     Its services start with it and end with it; `on_fatal` hears why they could not start.
     """
-    return _observe(services)(Gate(_routes(services, on_fatal), services.keys))
+    return observe(services)(Gate(_routes(services, on_fatal), services.keys))
 
 
 def _routes(services: Services, on_fatal: Callable[[str], None] | None) -> Litestar:
@@ -123,11 +122,13 @@ def _routes(services: Services, on_fatal: Callable[[str], None] | None) -> Lites
             *(health_live, health_ready, metrics, openapi_json, docs_page, home_page),
             *(rag_query, add_documents, list_documents, get_document, delete_document, get_job),
             *(retry_job, list_collections),
+            *(debug_scheduler, debug_cache),
             *(chat_completions, completions, list_models),
         ],
         on_startup=[startup],
         on_shutdown=[shutdown],
         guards=[check_role],
+        middleware=[admit(services)],
         exception_handlers={
             ApiError: on_api_error,
             ClientGone: on_client_gone,
@@ -149,35 +150,3 @@ async def _start(services: Services, on_fatal: Callable[[str], None] | None) -> 
         log.error("cannot start: %s", e)
         if on_fatal is not None:
             on_fatal(str(e))
-
-
-def _observe(services: Services) -> Callable[[ASGIApp], ASGIApp]:
-    """Middleware that echoes the request id and counts requests by route and status."""
-
-    def factory(app: ASGIApp) -> ASGIApp:
-        async def middleware(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != ScopeType.HTTP:
-                await app(scope, receive, send)
-                return
-            request_id = _request_id(scope)
-
-            async def observed(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
-                    route = scope.get("path_template") or "unknown"
-                    services.metrics.requests.labels(route, str(message["status"])).inc()
-                await send(message)
-
-            await app(scope, receive, observed)
-
-        return middleware
-
-    return factory
-
-
-def _request_id(scope: Scope) -> bytes:
-    """The client's id if it is harmless, else a new one. Only echoed, never used as a key."""
-    given = dict(scope["headers"]).get(b"x-request-id", b"")
-    if re.fullmatch(rb"[\x21-\x7e]{1,128}", given):
-        return bytes(given)
-    return uuid.uuid4().hex.encode()

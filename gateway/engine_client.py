@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -12,16 +12,19 @@ from engine import (
     Abort,
     Add,
     AskStats,
+    AskView,
     EngineConfig,
     EngineInfo,
     EngineRequest,
     EngineStats,
+    EngineView,
     Failed,
     FromEngine,
     Outputs,
     Ready,
     RequestOutput,
     Stats,
+    View,
 )
 from gateway.supervisor import ChildProcess
 
@@ -56,11 +59,14 @@ class EngineClient(Protocol):
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of a request until all its continuations have ended; closing the generator aborts it.
 
-        Raises `EngineDead` when the engine dies.
+        The first may be empty: it says that the request waits no longer. Raises `EngineDead` when the engine dies.
         """
 
     async def stats(self) -> EngineStats:
         """Counters and gauges. Raises `EngineDead`."""
+
+    async def view(self) -> EngineView:
+        """What it is doing, in detail. Raises `EngineDead`."""
 
 
 class LocalEngineClient:
@@ -72,7 +78,8 @@ class LocalEngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._queues: dict[str, asyncio.Queue[RequestOutput | EngineDead]] = {}
-        self._stats: list[asyncio.Future[EngineStats]] = []
+        self._answers: dict[type[Any], list[asyncio.Future[Any]]] = {Stats: [], View: []}
+        """Who waits for an answer of which kind."""
         self._ready = asyncio.Event()
         self._failed: str | None = None
         self._settled = asyncio.Event()
@@ -104,8 +111,8 @@ class LocalEngineClient:
     async def stop(self) -> None:
         """End the process."""
         self._ready.clear()
-        await self._child.stop()
         self._fail_all("the engine was stopped")
+        await self._child.stop()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of a request until all its continuations have ended; closing the generator aborts it.
@@ -135,11 +142,20 @@ class LocalEngineClient:
 
     async def stats(self) -> EngineStats:
         """Counters and gauges. Raises `EngineDead`."""
+        answer: Stats = await self._ask(AskStats(), Stats)
+        return answer.stats
+
+    async def view(self) -> EngineView:
+        """What it is doing, in detail. Raises `EngineDead`."""
+        answer: View = await self._ask(AskView(), View)
+        return answer.view
+
+    async def _ask(self, question: AskStats | AskView, kind: type[Any]) -> Any:
         if not self._ready.is_set():
             raise EngineDead("the engine is not ready")
-        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._stats.append(future)
-        self._child.send(self._encoder.encode(AskStats()))
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._answers[kind].append(future)
+        self._child.send(self._encoder.encode(question))
         try:
             return await asyncio.wait_for(future, STATS_TIMEOUT_S)
         except TimeoutError as e:
@@ -161,11 +177,11 @@ class LocalEngineClient:
                     queue = self._queues.get(out.request_id)
                     if queue is not None:
                         queue.put_nowait(out)
-            case Stats(stats):
-                waiting, self._stats = self._stats, []
-                for future in waiting:
-                    if not future.done():
-                        future.set_result(stats)
+            case Stats() | View() as answer:
+                waiting = self._answers[type(answer)]
+                while waiting:
+                    if not (future := waiting.pop()).done():
+                        future.set_result(answer)
 
     def _died(self, code: int) -> None:
         self._ready.clear()
@@ -174,7 +190,7 @@ class LocalEngineClient:
     def _fail_all(self, why: str) -> None:
         for queue in self._queues.values():
             queue.put_nowait(EngineDead(why))
-        waiting, self._stats = self._stats, []
-        for future in waiting:
-            if not future.done():
-                future.set_exception(EngineDead(why))
+        for waiting in self._answers.values():
+            while waiting:
+                if not (future := waiting.pop()).done():
+                    future.set_exception(EngineDead(why))

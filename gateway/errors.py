@@ -17,6 +17,9 @@ MAX_DEPTH = 64
 """Objects and lists inside each other in a body."""
 TOO_DEEP = f"the body is nested too deeply; {MAX_DEPTH} levels are allowed"
 
+RETRY_AFTER_S = 2
+"""Where nothing better is known."""
+
 CODES: dict[str, tuple[int, str]] = {
     "invalid_request": (400, "a field is missing, unknown, of the wrong type or out of range"),
     "unsupported_parameter": (400, "a field of OpenAI's API that would change the answer and is not supported"),
@@ -36,6 +39,11 @@ CODES: dict[str, tuple[int, str]] = {
     "fetch_failed": (422, "the URL to ingest cannot be fetched, takes too long, or redirects too often"),
     "bad_document": (422, "the file is damaged or encrypted"),
     "invalid_id": (422, "a document id is empty, too long or taken in another collection"),
+    "queue_full": (429, "too many requests, or prompt tokens, are queued"),
+    "rate_limit_exceeded": (
+        429,
+        "the key's limit of requests at once, or of requests or tokens per minute, is used up",
+    ),
     "internal_error": (500, "a fault of ours; the log has the details"),
     "storage_failed": (507, "the disk is full, or the folder or the database cannot be written; nothing was changed"),
     "engine_unavailable": (503, "the engine is starting, or died and is being started again"),
@@ -43,6 +51,7 @@ CODES: dict[str, tuple[int, str]] = {
         503,
         "the retrieval worker is starting, or died and is being started again, or its database is out of reach",
     ),
+    "queue_timeout": (503, "the request was queued for `queue_timeout_s` seconds and did not get its turn"),
     "shutting_down": (503, "the server is ending and takes no new requests"),
 }
 """Every error code: status, and when it happens."""
@@ -51,9 +60,9 @@ CODES: dict[str, tuple[int, str]] = {
 class ApiError(Exception):
     """An answer other than success."""
 
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+    def __init__(self, code: str, message: str, param: str | None = None, retry_after_s: int = RETRY_AFTER_S) -> None:
         super().__init__(message)
-        self.code, self.message, self.param = code, message, param
+        self.code, self.message, self.param, self.retry_after_s = code, message, param, retry_after_s
 
     @property
     def status(self) -> int:
@@ -62,13 +71,15 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def headers_of(error: ApiError) -> dict[str, str]:
     """What the status asks for."""
-    return {503: {"Retry-After": "2"}, 401: {"WWW-Authenticate": 'Bearer realm="foreword"'}}.get(error.status, {})
+    retry = {"Retry-After": str(error.retry_after_s)}
+    return {429: retry, 503: retry, 401: {"WWW-Authenticate": 'Bearer realm="foreword"'}}.get(error.status, {})
 
 
 def respond(error: ApiError) -> Response[dict[str, Any]]:

@@ -23,6 +23,7 @@ from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.prompt import PassageText, Prompt, PromptTooLong
 from gateway.schemas import ChatRequest, CompletionRequest, message_dicts, strip_neutral
 from gateway.services import Services
+from gateway.turns import assemble
 from gateway.usage import usage_dict
 
 AnyRequest = Request[Any, Any, Any]
@@ -53,14 +54,16 @@ def services_of(request: AnyRequest) -> Services:
     return services
 
 
-@post("/v1/chat/completions", status_code=200, role=Role.QUERY)
+@post("/v1/chat/completions", status_code=200, role=Role.QUERY, generates=True)
 async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     """Continue a chat; the caller may bring `documents`, which are placed as retrieved passages are."""
     services = services_of(request)
     body: ChatRequest = read_openai(await request.body(), ChatRequest)
     services.check_model(body.model)
     params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, DEFAULT_TEMPERATURE)
-    prompt = _chat_prompt(services, body, params, caller_of(request))
+    num_chars, caller = body.num_chars(), caller_of(request)
+    services.check_length(num_chars, params.max_tokens, "messages")
+    prompt = await assemble(num_chars, lambda: _chat_prompt(services, body, params, caller))
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -79,14 +82,16 @@ def _chat_choice(services: Services, answer: Answer) -> dict[str, Any]:
     return {"index": answer.index, "message": message, "finish_reason": answer.reason, "logprobs": logprobs}
 
 
-@post("/v1/completions", status_code=200, role=Role.QUERY)
+@post("/v1/completions", status_code=200, role=Role.QUERY, generates=True)
 async def completions(request: AnyRequest) -> Response[Any] | Stream:
     """Continue plain text, or token ids; a list of texts gives one choice each."""
     services = services_of(request)
     body: CompletionRequest = read_openai(await request.body(), CompletionRequest)
     services.check_model(body.model)
     params = body.params(services.info.vocab_size, 16, DEFAULT_TEMPERATURE)
-    prompts = _completion_prompts(services, body, params, caller_of(request))
+    lengths, caller = body.text_lengths(), caller_of(request)
+    services.check_length(max(lengths, default=0), params.max_tokens, "prompt")
+    prompts = await assemble(sum(lengths), lambda: _completion_prompts(services, body, params, caller))
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
     head["object"] = "text_completion"
     if body.stream:
@@ -152,8 +157,11 @@ def _answer(index: int, outputs: list[RequestOutput]) -> Answer:
 
 async def _gather(work: list[Any]) -> list[list[Answer]]:
     """Run all; if one fails or we are cancelled, the others are cancelled too."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(w) for w in work]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(w) for w in work]
+    except ExceptionGroup as faults:
+        raise faults.exceptions[0] from None
     return [t.result() for t in tasks]
 
 

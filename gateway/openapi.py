@@ -26,6 +26,8 @@ ENDPOINTS: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (
     ("get", "/health/live", "The process answers", None),
     ("get", "/health/ready", "A question can be answered now, else 503", None),
     ("get", "/metrics", "Prometheus metrics", None),
+    ("get", "/debug/scheduler", "Requests that wait and run, without their text", None),
+    ("get", "/debug/cache", "Where the KV blocks are, and the largest cached prefixes, without their text", None),
     ("get", "/docs", "This description as a page", None),
     ("get", "/docs/openapi.json", "This description", None),
     ("get", "/", "Ask questions in a browser", None),

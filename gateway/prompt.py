@@ -11,6 +11,7 @@ private-use characters while the template is rendered and cut, and then encoded 
 from __future__ import annotations
 
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -86,6 +87,8 @@ class PromptAssembler:
         self._scope = scope
         self._ids: OrderedDict[tuple[bool, str], tuple[int, ...]] = OrderedDict()
         self._num_cached, self._max_cached = 0, max_cached_tokens
+        self._lock = threading.Lock()
+        """Long texts are encoded in threads."""
         # Unguessable, so no content can hold one of the private marks by chance or on purpose.
         self._nonce = secrets.token_hex(8)
         self._hidden = {c: f"\ue0f3{self._nonce}-{i}\ue0f4" for c, i in tokenizer.control_tokens.items()}
@@ -248,16 +251,18 @@ class PromptAssembler:
     def _encode(self, rendered: str, with_control: bool) -> tuple[int, ...]:
         """Ids of rendered text, from the cache if it was seen before."""
         key = (with_control, rendered)
-        ids = self._ids.get(key)
-        if ids is not None:
-            self._ids.move_to_end(key)
-            return ids
+        with self._lock:
+            ids = self._ids.get(key)
+            if ids is not None:
+                self._ids.move_to_end(key)
+                return ids
         ids = tuple(self._encode_now(rendered, with_control))
-        self._ids[key] = ids
-        self._num_cached += len(ids)
-        while self._num_cached > self._max_cached and len(self._ids) > 1:
-            _, old = self._ids.popitem(last=False)
-            self._num_cached -= len(old)
+        with self._lock:
+            self._num_cached += len(ids) - len(self._ids.get(key, ()))
+            self._ids[key] = ids
+            while self._num_cached > self._max_cached and len(self._ids) > 1:
+                _, old = self._ids.popitem(last=False)
+                self._num_cached -= len(old)
         return ids
 
     def _encode_now(self, rendered: str, with_control: bool) -> list[int]:

@@ -18,6 +18,7 @@ from gateway.prompt import DEFAULT_SYSTEM, Message, PassageText, Prompt, PromptT
 from gateway.retrieval_client import RetrievalDead
 from gateway.schemas import RagRequest
 from gateway.services import Services
+from gateway.turns import assemble, search_stages, stage
 from gateway.usage import counts_dict, timings_dict, usage_dict
 from retrieval import Hit, SearchRequest, SearchResult, StorageFailed, StoreUnavailable
 
@@ -72,18 +73,19 @@ class RagPipeline:
         s.check_model(request.model)
         params = request.params(s.info.vocab_size, s.settings.gateway.default_max_tokens, temperature=0.0)
         conversation_id, conversation = self._conversation(request, caller)
+        num_chars = request.num_chars()
+        s.check_length(num_chars, params.max_tokens, "query")
         found = await self._search(request, caller)
         assembling = time.perf_counter()
-        prompt = self._assemble(request, found, params, conversation, caller)
+        num_chars += sum(len(h.passage.text) for h in found.hits)
+        prompt = await assemble(num_chars, lambda: self._assemble(request, found, params, conversation, caller))
         timings = {
             "embed_ms": round(found.embed_ms, 2),
             "search_ms": round(found.search_ms, 2),
             "rerank_ms": round(found.rerank_ms, 2),
             "assemble_ms": round((time.perf_counter() - assembling) * 1e3, 2),
         }
-        s.metrics.stage.labels("embed").observe(found.embed_ms / 1e3)
-        s.metrics.stage.labels("search").observe(found.search_ms / 1e3)
-        s.metrics.stage.labels("rerank").observe(found.rerank_ms / 1e3)
+        s.metrics.searched(found)
         answer_id = f"rag-{uuid.uuid4().hex}"
         return Prepared(
             answer_id, request.query, found.hits, prompt, params, started, timings, conversation_id, conversation
@@ -131,7 +133,8 @@ class RagPipeline:
                     stats, reason = out.stats, out.finish_reason.value
         answer = "".join(p.answer)
         used = [h.passage for h in p.hits if h.passage.passage_id in p.prompt.passage_ids]
-        citations = cite(answer, p.query, used)
+        with stage("cite"):
+            citations = cite(answer, p.query, used)
         for c in citations:
             yield "citation", _citation(c, p.hits)
         if p.conversation is not None:
@@ -166,7 +169,10 @@ class RagPipeline:
         request = SearchRequest(
             r.query, r.collection, r.top_k, filters, r.mode, r.min_score, r.diversity, r.rerank, tenant
         )
-        return await guarded(self._services.retrieval.search(request))
+        started_s = time.monotonic()
+        found = await guarded(self._services.retrieval.search(request))
+        search_stages(started_s, found)
+        return found
 
     def _assemble(
         self,

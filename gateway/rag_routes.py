@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -30,25 +31,29 @@ def pipeline_of(request: AnyRequest) -> RagPipeline:
     return pipeline
 
 
-@post("/rag/query", status_code=200, role=Role.QUERY)
+@post("/rag/query", status_code=200, role=Role.QUERY, generates=True)
 async def rag_query(request: AnyRequest) -> Response[Any] | Stream:
     """Answer a question over a collection, with citations, sources and what the cache did."""
     body = decode_body(await request.body(), RagRequest)
     pipeline, caller = pipeline_of(request), caller_of(request)
     if not body.stream:
         return Response(await sse.until_disconnect(request, pipeline.answer(body, caller)))
-    prepared = await sse.until_disconnect(request, pipeline.prepare(body, caller))
-    return sse.stream(_events(pipeline, prepared), services_of(request).settings.gateway.keep_alive_s)
+    keep_alive_s = services_of(request).settings.gateway.keep_alive_s
+    work = asyncio.ensure_future(pipeline.prepare(body, caller))
+    await sse.within(request, work, keep_alive_s)
+    return sse.stream(_events(pipeline, work), keep_alive_s)
 
 
-async def _events(pipeline: RagPipeline, prepared: Prepared) -> AsyncGenerator[bytes, None]:
+async def _events(pipeline: RagPipeline, work: asyncio.Future[Prepared]) -> AsyncGenerator[bytes, None]:
     try:
-        async with aclosing(pipeline.events(prepared)) as events:
+        async with aclosing(pipeline.events(await work)) as events:
             async for name, data in events:
                 yield sse.event(data, name)
     except ApiError as e:
         yield sse.event(e.body(), "error")
         return
+    finally:
+        work.cancel()
     yield sse.DONE
 
 

@@ -82,8 +82,8 @@ class RetrievalClient:
     async def stop(self) -> None:
         """End the worker."""
         self.is_ready = False
-        await self._child.stop()
         self._fail_all("retrieval was stopped")
+        await self._child.stop()
 
     async def search(self, request: SearchRequest) -> SearchResult:
         """Best passages for a question."""

@@ -136,6 +136,12 @@ class ChatRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     stream_options: StreamOptions | None = None
     documents: list[RequestDocument] | None = None
 
+    def num_chars(self) -> int:
+        """Characters of all messages and documents."""
+        contents = [c for m in self.messages for c in (m.content if isinstance(m.content, list) else [m.content])]
+        texts = [c.text if isinstance(c, ContentPart) else c for c in contents]
+        return sum(len(t or "") for t in texts) + sum(len(d.text) for d in self.documents or ())
+
     def _rename(self, given: dict[str, Any]) -> dict[str, str]:
         names = {}
         if self.max_completion_tokens is not None:
@@ -160,6 +166,11 @@ class CompletionRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_on
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stream_options: StreamOptions | None = None
+
+    def text_lengths(self) -> list[int]:
+        """Characters of each text."""
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return [len(t) for t in texts if isinstance(t, str)]
 
 
 class HistoryMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,6 +200,10 @@ class RagRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True
     """`new` begins a conversation that the server keeps; the reply names its id."""
     system: str | None = None
     model: str = "default"
+
+    def num_chars(self) -> int:
+        """Characters of all that the client wrote."""
+        return len(self.query) + len(self.system or "") + sum(len(m.content) for m in self.history or ())
 
 
 class IngestDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

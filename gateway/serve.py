@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -22,10 +22,13 @@ from gateway.commands import ask_url, ingest_url
 from gateway.engine_client import LocalEngineClient
 from gateway.keys import KeyFile, KeysError
 from gateway.limits import BoundedHeadProtocol
+from gateway.logs import set_up_logs
 from gateway.models import resolve_embedder, resolve_model
 from gateway.retrieval_client import RetrievalClient
 from gateway.services import Services
 from gateway.settings import Settings, SettingsError
+
+log = logging.getLogger("foreword")
 
 REPO = Path(__file__).resolve().parents[1]
 DEMO_COLLECTION = "foreword"
@@ -34,6 +37,8 @@ READY_POLL_S = 0.1
 OPEN_WARNING = """foreword: WARNING: listening on {host} without an API key: whoever reaches this port can
 read and delete all documents, and use the model. Once `foreword keys create` has made a key, every caller needs one.
 """
+FLUSH_S = 2
+"""Seconds for the last bytes of answers that have ended."""
 
 
 def make_services(settings: Settings) -> Services:
@@ -72,14 +77,16 @@ class Server:
         except KeysError as e:
             raise SettingsError(str(e)) from e
         self._fatal: str | None = None
+        self._draining: asyncio.Task[None] | None = None
         app = make_app(self._services, self._on_fatal)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
                 host=g.host,
                 port=g.port,
+                log_config=None,
                 log_level=g.log_level,
-                timeout_graceful_shutdown=int(g.shutdown_grace_s),
+                timeout_graceful_shutdown=FLUSH_S,
                 access_log=g.log_level == "debug",
                 server_header=False,
                 http=BoundedHeadProtocol,
@@ -120,10 +127,24 @@ class Server:
 
     def end(self) -> None:
         """Take no new requests, let running ones finish, then end; a second call ends at once."""
-        if self._uvicorn.should_exit:
+        if self._services.is_draining:
             self._note.unlink(missing_ok=True)
             os._exit(1)  # the children end by themselves when our pipes close
-        self._uvicorn.should_exit = self._services.is_draining = True
+        self._services.is_draining = True
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Go on listening, so that new requests hear why they are refused, until the last answer or the time is out."""
+        self._note.unlink(missing_ok=True)
+        idle = self._services.idle
+        try:
+            await asyncio.wait_for(idle.wait(), self._settings.gateway.shutdown_grace_s)
+        except TimeoutError:
+            log.warning("not all requests ended within shutdown_grace_s; the rest is given up")
+            await self._services.stop()  # running streams get an error event, not a bare end
+            with suppress(TimeoutError):
+                await asyncio.wait_for(idle.wait(), FLUSH_S)
+        self._uvicorn.should_exit = True
 
     async def _announce(self) -> None:
         """Say what is served, and leave the address where other commands find it."""
@@ -150,7 +171,7 @@ def exposure(host: str, keys: KeyFile) -> str | None:
 
 def serve(settings: Settings) -> int:
     """Run a server; returns the exit code."""
-    _set_up_logs(settings)
+    set_up_logs(settings.gateway.log_level, settings.gateway.log_format)
     return asyncio.run(_serve(settings))
 
 
@@ -160,7 +181,7 @@ async def _serve(settings: Settings) -> int:
 
 def demo(settings: Settings) -> int:
     """Serve, ingest the project's own documentation, ask one question twice, go on serving."""
-    _set_up_logs(settings)
+    set_up_logs(settings.gateway.log_level, settings.gateway.log_format)
     return asyncio.run(_demo(settings))
 
 
@@ -182,11 +203,6 @@ async def _demo(settings: Settings) -> int:
             print(f"foreword: {e}", file=sys.stderr)
             server.end()
     return await serving
-
-
-def _set_up_logs(settings: Settings) -> None:
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=settings.gateway.log_level.upper(), format=form, stream=sys.stderr)
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -14,11 +14,12 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from engine import EngineConfig
+from gateway.admission import Limits
 from gateway.models import DEFAULT_EMBEDDER
 
 RESERVED = frozenset(
@@ -76,10 +77,61 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Output tokens of a request that does not say how many it wants."""
     no_context_reply: str = "I found nothing about this in the documents."
     """Answer of /rag/query when retrieval finds nothing; the model is not asked then."""
+    max_active_requests: int | None = None
+    """Sequences with the engine at once; the rest wait their turn. Default: an eighth more than the engine runs."""
+    max_queued_requests: int = 256
+    """Requests that may wait for their turn; any more are refused with 429."""
+    max_queued_tokens: int = 262_144
+    """Prompt tokens that may wait for their turn."""
+    queue_timeout_s: float = 120.0
+    """Seconds in the queue, the engine's included, after which a request is given up with 503; 0: never."""
+    key_max_concurrent: int = 0
+    """Generating requests at once of one API key; 0: no limit. Without keys all requests count as one key's."""
+    key_requests_per_minute: int = 0
+    """Generating requests a minute of one API key; 0: no limit."""
+    key_tokens_per_minute: int = 0
+    """Prompt and output tokens a minute of one API key; 0: no limit."""
+    tenant_weights: str = ""
+    """Shares of tenants under load, as `acme=3,other=0.5`; a tenant that is not named has 1."""
     max_conversations: int = 1000
     """Conversations kept in memory for each tenant; the longest unused goes first."""
-    log_level: str = "warning"
-    """debug, info, warning or error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """debug, info (a line for each request), warning or error."""
+    traces: Literal["off", "console", "otlp"] = "off"
+    """OpenTelemetry traces of generating requests: off, console, or otlp (`pip install 'foreword[otel]'`)."""
+    otlp_endpoint: str = "http://127.0.0.1:4318/v1/traces"
+    """Where traces go, by OTLP over HTTP."""
+    log_format: Literal["text", "json"] = "text"
+    """Log lines as text or json: one object a line, of the engine and the retrieval worker too."""
+
+    def verify(self) -> None:
+        """Raise `ValueError`, naming the setting, if a value is out of range."""
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        if self.max_active_requests == 0:
+            raise ValueError("max_active_requests must be at least 1")
+        self.weights()
+
+    def weights(self) -> dict[str, float]:
+        """`tenant_weights` by tenant. Raises `ValueError`."""
+        out = {}
+        for pair in filter(None, (p.strip() for p in self.tenant_weights.split(","))):
+            tenant, _, weight = pair.rpartition("=")
+            try:
+                out[tenant.strip()] = float(weight)
+            except ValueError:
+                raise ValueError(f"tenant_weights: {pair!r} is not TENANT=NUMBER") from None
+            if not tenant.strip() or not 0.001 <= out[tenant.strip()] <= 1000:
+                raise ValueError(f"tenant_weights: {pair!r} must name a tenant and a weight from 0.001 to 1000")
+        return out
+
+
+_COUNTS = (
+    *("max_active_requests", "max_queued_requests", "max_queued_tokens", "queue_timeout_s"),
+    *("key_max_concurrent", "key_requests_per_minute", "key_tokens_per_minute"),
+)
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -92,6 +144,23 @@ class Settings(msgspec.Struct, frozen=True):
     def data_dir(self) -> Path:
         """Folder of the document store."""
         return Path(self.gateway.data_dir).expanduser()
+
+    def limits(self) -> Limits:
+        """What admission is bounded by."""
+        g, e = self.gateway, self.engine
+        seats = e.max_num_seqs
+        if e.max_num_batched_tokens is not None:  # the engine seats no more than half its token budget
+            seats = min(seats, max(1, e.max_num_batched_tokens // 2))
+        return Limits(
+            max_active=g.max_active_requests or seats + max(1, seats // 8),
+            max_queued_requests=g.max_queued_requests,
+            max_queued_tokens=g.max_queued_tokens,
+            queue_timeout_s=g.queue_timeout_s,
+            key_max_concurrent=g.key_max_concurrent,
+            key_requests_per_minute=g.key_requests_per_minute,
+            key_tokens_per_minute=g.key_tokens_per_minute,
+            tenant_weights=g.weights(),
+        )
 
 
 GROUPS: dict[str, type[msgspec.Struct]] = {"gateway": GatewaySettings, "engine": EngineConfig}
@@ -153,6 +222,7 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] | None = 
     settings = Settings(GatewaySettings(**groups["gateway"]), EngineConfig(**groups["engine"]))
     try:
         settings.engine.verify()
+        settings.gateway.verify()
     except ValueError as e:
         raise SettingsError(str(e)) from e
     return settings

@@ -104,6 +104,28 @@ async def until_disconnect(request: Request[Any, Any, Any], work: Coroutine[Any,
                     await t
 
 
+async def within(request: Request[Any, Any, Any], work: asyncio.Future[T], time_s: float) -> None:
+    """Give `work` some time, so that its faults still get a status of their own before the stream begins.
+
+    Raises what it raised by then, and `ClientGone`; it is cancelled where this ends with a fault.
+    """
+    watch = asyncio.ensure_future(_disconnected(request))
+    try:
+        both: set[asyncio.Future[Any]] = {work, watch}
+        await asyncio.wait(both, timeout=time_s, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+        elif watch.done():
+            raise ClientGone
+    except BaseException:
+        work.cancel()
+        raise
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+
+
 async def _disconnected(request: Request[Any, Any, Any]) -> None:
     while True:
         message = await request.receive()

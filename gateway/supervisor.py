@@ -17,9 +17,13 @@ from pathlib import Path
 
 import zmq
 
+from gateway.logs import logs_are_json
+
 log = logging.getLogger("foreword")
 
 STOP_GRACE_S = 5.0
+MAX_LINE = 2**20
+"""Bytes of a line that a child prints."""
 RESTART_PAUSES_S = (0.0, 1.0, 3.0, 10.0)
 """Pause before each start in a row that did not get as far as being ready; the last one repeats."""
 
@@ -47,6 +51,7 @@ class ChildProcess:
         self._socket: zmq.Socket[bytes] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
+        self._relay: asyncio.Task[None] | None = None
         self._failures = 0
         self.num_restarts = 0
         self.should_restart = True
@@ -107,9 +112,7 @@ class ChildProcess:
             "HF_HUB_OFFLINE": "1",
             **self._environment,
         }
-        self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment
-        )
+        self._process = await self._spawn(command, environment)
         # zmq.asyncio makes a future, a timer and more for each message; a token is one.
         loop, descriptor = asyncio.get_running_loop(), int(socket.getsockopt(zmq.FD))
         loop.add_reader(descriptor, self._take_all)
@@ -123,6 +126,25 @@ class ChildProcess:
             loop.remove_reader(descriptor)
             self._socket = None
             socket.close()
+
+    async def _spawn(self, command: list[str], environment: dict[str, str]) -> asyncio.subprocess.Process:
+        """Start the program. What it prints goes to our standard error, as lines of our log where that is JSON."""
+        pipe = asyncio.subprocess.PIPE
+        if not logs_are_json():
+            return await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=sys.stderr.fileno(), env=environment
+            )
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environment, limit=MAX_LINE
+        )
+        self._relay = asyncio.create_task(self._relay_lines(process.stdout))
+        return process
+
+    async def _relay_lines(self, lines: asyncio.StreamReader | None) -> None:
+        assert lines is not None
+        child = logging.getLogger(f"foreword.{self._module}")
+        while line := await lines.readline():
+            child.warning("%s", line.decode(errors="replace").rstrip())
 
     def _take_all(self) -> None:
         """Hand on every message that has come."""

@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from loadtest import soak
+
 REPO = Path(__file__).resolve().parents[1]
 
 
@@ -64,6 +66,11 @@ class Server:
         code = self.process.wait(40)
         self.log.close()
         return code
+
+
+def child_pid(server: Server, module: str) -> int:
+    """Process id of the engine's or the retrieval worker's process."""
+    return soak.child_pid(server.process.pid, module)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_process import Server, wait_for
+from server_process import Server, child_pid, wait_for
 
 from engine import load_tokenizer
 
@@ -563,12 +563,6 @@ def test_the_command_line_uses_the_running_server(server: Server, tmp_path: Path
     bad = subprocess.run([*run, "ingest", str(tmp_path / "image.bin"), *where], **kwargs)
     assert bad.returncode == 1
     assert "image.bin" in bad.stderr
-
-
-def child_pid(server: Server, module: str) -> int:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    (pid,) = [int(p) for p in children if module.encode() in Path(f"/proc/{p}/cmdline").read_bytes()]
-    return pid
 
 
 def test_killing_the_retrieval_worker_loses_no_document(server: Server) -> None:
