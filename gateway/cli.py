@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     evaluation.set_defaults(run=_eval_retrieval)
 
     bench = commands.add_parser("bench", help="measure servers, or the engine in this process", add_help=False)
-    bench.add_argument("kind", choices=["serve", "engine", "retrieval"])
+    bench.add_argument("kind", choices=["serve", "engine", "retrieval", "soak", "overload", "gateway"])
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="see `foreword bench serve --help`")
     bench.set_defaults(run=_bench)
 
@@ -150,6 +150,18 @@ def _bench(args: argparse.Namespace) -> int:
         from retrieval import run_bench
 
         return _on_datasets(args, run_bench, "bench")
+    if args.kind == "gateway":
+        from gateway import bench_gateway
+
+        return bench_gateway.main(args.rest)
+    if args.kind == "overload":
+        from loadtest import overload_bench
+
+        return overload_bench.main(args.rest)
+    if args.kind == "soak":
+        from loadtest import soak
+
+        return soak.main(args.rest)
     from loadtest import engine_bench
 
     return engine_bench.main(args.rest)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def main() -> int:
         p.error(f"{a.url} is not on this machine; --allow-remote permits it")
     if not a.serve:
         return report(run_locust(a.url, a.users, a.run_time))
-    with own_server() as url:
+    with own_server() as (url, _):
         return report(run_locust(url, a.users, a.run_time))
 
 
@@ -69,18 +69,18 @@ def is_loopback(url: str) -> bool:
 
 
 @contextmanager
-def own_server() -> Iterator[str]:
-    """A server on a free port with a temporary store."""
+def own_server(flags: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
+    """A server on a free port with a temporary store: its address and process id."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(port), "--data-dir", folder]
-        server = subprocess.Popen(command)
+        server = subprocess.Popen([*command, *flags])
         try:
             _wait_ready(url, server)
-            yield url
+            yield url, server.pid
         finally:
             _end(server)
 
