@@ -36,6 +36,7 @@ def observe(services: Services) -> Middleware:
             if scope["type"] != ScopeType.HTTP:
                 await app(scope, receive, send)
                 return
+            scope.setdefault("state", {})  # a server without a lifespan brings none
             started, status = time.perf_counter(), 0
             request_id = _request_id(scope)
 

@@ -29,6 +29,8 @@ NEEDED: dict[tuple[str, str], str] = {
     ("get", "/rag/jobs/{job_id}"): "ingest",
     ("post", "/rag/jobs/{job_id}/retry"): "ingest",
     ("get", "/metrics"): "admin",
+    ("get", "/debug/scheduler"): "admin",
+    ("get", "/debug/cache"): "admin",
 }
 HOLDERS = {"query": "ann_reads", "ingest": "ann", "admin": "root"}
 

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model: Path, embedder_path: Path) -> Iterator[Server]:
     """One sequence runs, one waits in the engine, two in the gateway."""
-    s = start(tmp_path_factory.mktemp("overload"), model, "--queue-timeout-s", "3")
+    s = start(tmp_path_factory.mktemp("overload"), model, "--queue-timeout-s", "5")
     try:
         s.post("/rag/documents", documents=[{"id": "a", "text": "The lamp burns oil."}]).raise_for_status()
         yield s
@@ -167,7 +167,7 @@ def test_a_request_that_is_queued_too_long_is_given_up_with_its_reason(server: S
         assert lines.count(": keep-alive") >= 5, "nothing was said while it was queued"
         (error,) = [json.loads(line.removeprefix("data: ")) for line in lines if '"error"' in line]
         assert error["error"]["code"] == "queue_timeout"
-        assert "3 s" in error["error"]["message"]
+        assert "5 s" in error["error"]["message"]
         assert "data: [DONE]" not in lines
     assert refused(server, "queue_timeout") == before + 3
     assert server.post(CHAT, **chat(stream=False, max_tokens=3)).status_code == 200
@@ -254,6 +254,16 @@ def test_sigterm_lets_streams_end_and_tells_new_requests_why_not(server: Server)
             s.open()
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.status("/health/ready") == 503, 5)
+        # Not only in the moment before it stops listening: time and again, on connections of their own.
+        told: list[int] = []
+        with httpx.Client(base_url=server.url, limits=httpx.Limits(max_keepalive_connections=0)) as newcomer:
+
+            def was_told_often() -> bool:
+                told.append(newcomer.get("/v1/models").status_code)
+                return len(told) > 6
+
+            wait_for(was_told_often, 10)
+        assert set(told) == {503}
         for method, path in (("POST", CHAT), ("POST", "/rag/query"), ("GET", "/rag/documents"), ("GET", "/v1/models")):
             reply = server.client.request(method, path, json=chat())
             assert (reply.status_code, code_of(reply)) == (503, "shutting_down"), path
