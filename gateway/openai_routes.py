@@ -164,7 +164,7 @@ def _chat_prompt(services: Services, body: ChatRequest, params: SamplingParams, 
     if any(not d.text.strip() for d in documents):
         raise ApiError("invalid_request", "documents: a text is empty", "documents")
     try:
-        return services.assembler(caller).chat(messages, documents, max_tokens=limit)
+        return body.caching(services.assembler(caller).chat(messages, documents, max_tokens=limit))
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "messages") from e
     except ValueError as e:
@@ -185,8 +185,8 @@ def _completion_prompts(
                 raise ApiError("invalid_request", f"prompt holds a token id outside 0..{vocab_size - 1}", "prompt")
             if len(given) > limit:
                 raise PromptTooLong(len(given), limit)
-            return [Prompt((Segment(tuple(given), scope=caller.scope),))]
-        return [services.assembler(caller).completion(text, max_tokens=limit) for text in given]
+            return [body.caching(Prompt((Segment(tuple(given), scope=caller.scope),)))]
+        return [body.caching(services.assembler(caller).completion(text, max_tokens=limit)) for text in given]
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "prompt") from e
     except ValueError as e:

@@ -74,7 +74,7 @@ class RagPipeline:
         conversation_id, conversation = self._conversation(request, caller)
         found = await self._search(request, caller)
         assembling = time.perf_counter()
-        prompt = self._assemble(request, found, params, conversation, caller)
+        prompt = request.caching(self._assemble(request, found, params, conversation, caller))
         timings = {
             "embed_ms": round(found.embed_ms, 2),
             "search_ms": round(found.search_ms, 2),
