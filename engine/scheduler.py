@@ -26,8 +26,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from engine.api import CacheMode, EngineRequest, FinishReason
-from engine.cache import Allocation, CacheManager
-from engine.record import make_record
+from engine.cache import Allocation, CacheManager, compiled_keys
+from engine.compiles import Compiles
+from engine.layout import Passage
+from engine.record import make_records
 from engine.request import Request, check_source
 from engine.step import ScheduledRequest, SchedulerOutput, StepResult, TokenEvent
 
@@ -44,7 +46,9 @@ class SchedulerCounters:
 
     prompt_tokens: int = 0
     prefix_tokens: int = 0
+    linked_tokens: int = 0
     computed_tokens: int = 0
+    compiled_passages: int = 0
     recomputed_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
@@ -66,6 +70,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         mixed_token_budget: int | None = None,
         enable_chunked_prefill: bool = True,
+        link_recompute_tokens: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         clock: Callable[[], float],
@@ -81,6 +86,7 @@ class Scheduler:
         self._token_budget = max_num_batched_tokens
         self._mixed_budget = mixed_token_budget
         self._chunked = enable_chunked_prefill
+        self._num_link_recompute = link_recompute_tokens
         self._eos = eos_token_ids
         self._random = random.Random(seed)
         self._clock = clock
@@ -90,6 +96,7 @@ class Scheduler:
         # Both in order of rank.
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._compiles = Compiles()
         self.counters = SchedulerCounters()
 
     @property
@@ -137,8 +144,8 @@ class Scheduler:
         return requests
 
     def requests(self) -> list[Request]:
-        """All requests in the engine, running and waiting."""
-        return list(self._by_key.values())
+        """All requests in the engine, running and waiting, but those that others wait for."""
+        return [r for r in self._by_key.values() if not r.is_compile]
 
     def abort(self, request_id: str) -> list[Request]:
         """End a request at once and free its blocks; returns what was still going on.
@@ -156,15 +163,20 @@ class Scheduler:
             return
         request.finish_reason, request.error = reason, error
         del self._by_key[request.key]
-        siblings = self._by_id[request.request_id]
-        if all(r.finish_reason is not None for r in siblings):
-            del self._by_id[request.request_id]
         if request.allocation is None:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
             self._release(request)
+        if request.is_compile:
+            self._compiles.end(request)
+            return
+        siblings = self._by_id[request.request_id]
+        if all(r.finish_reason is not None for r in siblings):
+            del self._by_id[request.request_id]
         self._count_end(reason)
+        for unwanted in self._compiles.leave(request):
+            self.finish(unwanted, FinishReason.ABORT)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's work. Empty only if nothing is left to do."""
@@ -173,7 +185,7 @@ class Scheduler:
         left, was_preempted = budget, False
         for wants_one in (True, False):
             for request in tuple(self._running):
-                missing = request.num_tokens - request.num_computed_tokens
+                missing = request.num_missing
                 if request.allocation is None or (missing == 1) is not wants_one:
                     continue
                 if not wants_one and not was_preempted:
@@ -181,7 +193,7 @@ class Scheduler:
                 n = min(missing, left)
                 if n <= 0:
                     break
-                known = request.num_computed_tokens + n
+                known = request.runs(n)[-1][1]
                 if known > request.allocation.capacity and self._make_room(request, known, chosen):
                     was_preempted, left = True, budget - sum(chosen.values())
                 if request.allocation is not None:
@@ -189,7 +201,7 @@ class Scheduler:
                     left -= n
         if not was_preempted:
             self._admit(chosen, left)
-        return SchedulerOutput(tuple(make_record(r, n) for r, n in chosen.items()))
+        return SchedulerOutput(tuple(record for r, n in chosen.items() for record in make_records(r, n)))
 
     def update(self, output: SchedulerOutput, results: Mapping[int, StepResult]) -> list[TokenEvent]:
         """Take a step's results, by key: of each request that needed a token or prompt log-probabilities, or failed."""
@@ -202,12 +214,15 @@ class Scheduler:
             if result is not None and result.fault is not None:
                 self.counters.non_finite += result.is_non_finite
                 self.finish(request, FinishReason.ERROR, result.fault)
-                events.append(TokenEvent(request, None))
+                events += [] if request.is_compile else [TokenEvent(request, None)]
                 continue
-            request.num_computed_tokens += len(item.token_ids)
+            request.advance(item.start + len(item.token_ids))
             assert request.allocation is not None
             self._cache.commit(request.allocation, request.token_ids, request.num_computed_tokens)
-            if result is not None:
+            if request.is_compile and not request.num_missing:
+                self.counters.compiled_passages += 1
+                self.finish(request, FinishReason.LENGTH)
+            elif result is not None and (item.needs_token or item.prompt_targets):
                 events.append(self._take(request, item, result, now))
         return events
 
@@ -221,12 +236,13 @@ class Scheduler:
             queue = self._waiting if request.allocation is None else self._running
             assert request in queue, "a request is in the wrong queue"
         assert len(self._waiting) + len(self._running) == len(self._by_key), "a queue holds a request that has ended"
+        self._compiles.check_integrity()
 
     def _budget_now(self) -> int:
         """The step's token budget: beside running answers a smaller one, of which prompts still get half."""
         if self._mixed_budget is None:
             return self._token_budget
-        num_answers = sum(r.num_tokens - r.num_computed_tokens == 1 for r in self._running)
+        num_answers = sum(r.num_missing == 1 for r in self._running)
         if not num_answers:
             return self._token_budget
         return min(self._token_budget, max(self._mixed_budget, 2 * num_answers))
@@ -269,6 +285,7 @@ class Scheduler:
         )
         request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
+        request.links = []
         request.num_preemptions += 1
         self.counters.preemptions += 1
         insort(self._waiting, request, key=_rank)
@@ -288,23 +305,28 @@ class Scheduler:
                 at += 1
                 continue
             allocation, num_cached = self._open(request)
-            leader = None if request.wants_prompt_logprobs else self._cache.in_flight(allocation)
+            if request.wants_links and self._link(request, allocation, num_cached):
+                at = 0  # the queue has grown
+                continue
+            leader = None if request.wants_prompt_logprobs else self._leader(allocation)
             if leader is not None and self._ranks_before(leader, request):
                 request.leader = (leader, allocation.num_shared)
                 self._cache.close(allocation)
                 at += 1
                 continue
-            missing = request.num_tokens - num_cached
-            fits = (self._chunked or missing <= budget) and self._has_room(request, allocation.num_shared)
+            spans = _spans(allocation)
+            missing = request.num_tokens - num_cached - sum(b - a for a, b in spans)
+            fits = (self._chunked or missing <= budget) and self._has_room(request, allocation)
             # All known tokens get their blocks at once, so a prefill under way never runs out of them.
             if not fits or not self._cache.reserve(allocation, request.num_tokens):
                 self._cache.close(allocation)
                 break
             del self._waiting[at]
             insort(self._running, request, key=_rank)
-            request.allocation, request.num_computed_tokens = allocation, num_cached
+            request.allocation, request.links = allocation, spans
             self._cache.announce(allocation, request.num_tokens)
             self._count_start(request, num_cached)
+            request.advance(num_cached)
             chosen[request] = min(missing, budget)
             budget -= chosen[request]
         return budget
@@ -314,8 +336,53 @@ class Scheduler:
         reads, is_private = not request.wants_prompt_logprobs, request.source.cache is CacheMode.OFF
         return self._cache.open(request.layout, request.token_ids, reads=reads, is_private=is_private)
 
+    def _link(self, request: Request, allocation: Allocation, num_cached: int) -> bool:
+        """Borrow a request's passages. True if it has to wait for some of them: they are computed once, for everyone.
+
+        A request waits once. What is not there then, since the pool is small, it computes itself.
+        """
+        missing = self._cache.link(allocation, self._num_link_recompute)
+        unused = sum(link.first_block - link.passage.first_block for link in allocation.links)
+        # What it computes itself of those passages is locked in its other place too: there must be room for both.
+        if request.num_blocks_at_end + unused > self._cache.num_blocks:
+            self._cache.unlink(allocation)
+            return False
+        if not missing or request.prefix_before is not None:
+            return False
+        self._cache.close(allocation)
+        request.prefix_before = num_cached
+        for i, passage in enumerate(missing):
+            before = request.rank[1] - 1 + (i + 1) / (len(missing) + 1)
+            self._compile(request, passage, (request.rank[0], before))
+        return True
+
+    def _compile(self, request: Request, passage: Passage, rank: tuple[float, float]) -> None:
+        """Have a passage computed where it can be borrowed from, ahead of the request that waits for it."""
+        path = tuple(compiled_keys(request.layout, passage))
+        work = self._compiles.find(path)
+        if work is None:
+            work = Request.make_compile(request, passage, self._serial, rank)
+            request.paid.add(passage.segment)
+            self._serial += 1
+            self._by_key[work.key] = work
+            insort(self._waiting, work, key=_rank)
+        elif rank < work.rank:
+            queue = self._waiting if work.allocation is None else self._running
+            queue.remove(work)
+            work.rank = rank
+            insort(queue, work, key=_rank)
+        self._compiles.join(path, work, request)
+
+    def _leader(self, allocation: Allocation) -> Allocation | None:
+        """Who computes the block it needs next, unless that begins a passage which it borrows anyway."""
+        if allocation.links and allocation.num_shared >= allocation.links[0].passage.first_block:
+            return None
+        return self._cache.in_flight(allocation)
+
     def _waits_for_blocks(self, request: Request) -> bool:
         """Whether the blocks that it waits for are still being computed."""
+        if request.compiles:
+            return True
         if request.leader is None:
             return False
         allocation, block = request.leader
@@ -327,24 +394,34 @@ class Scheduler:
     def _ranks_before(self, leader: object, request: Request) -> bool:
         return any(r.allocation is leader and r.rank < request.rank for r in self._running)
 
-    def _has_room(self, request: Request, num_cached_blocks: int) -> bool:
+    def _has_room(self, request: Request, allocation: Allocation) -> bool:
         """For a request that was preempted MAX_TRIES times: whether it and all that run have room to their ends."""
         if request.num_preemptions < MAX_TRIES or not self._running:
             return True
         others = sum(r.num_blocks_at_end - r.allocation.num_blocks for r in self._running if r.allocation)
-        return request.num_blocks_at_end - num_cached_blocks + others <= self._cache.num_available
+        num_cached = allocation.num_shared + len(allocation.borrowed)
+        return request.num_blocks_at_end - num_cached + others <= self._cache.num_available
 
     def _count_start(self, request: Request, num_cached: int) -> None:
         if request.first_run_s is not None:
-            again = max(0, request.num_lost_tokens - num_cached)
+            below = [(a, min(b, request.num_lost_tokens)) for a, b in request.links if a < request.num_lost_tokens]
+            again = max(0, request.num_lost_tokens - num_cached - sum(b - a for a, b in below))
             request.num_recomputed_tokens += again
             self.counters.recomputed_tokens += again
             return
         request.first_run_s = self._clock()
-        request.num_prefix_tokens = num_cached
+        if request.is_compile:
+            return
+        # What was computed on its account while it waited was computed for it, wherever it finds it now.
+        before = num_cached if request.prefix_before is None or not request.paid else request.prefix_before
+        request.num_prefix_tokens = min(num_cached, before)
+        paid = [request.spans[i] for i in request.paid]
+        request.linked_spans = [(a, b) for a, b in request.links if not any(x <= a < y for x, y in paid)]
+        counts = request.counts(0, request.num_prompt_tokens)
         self.counters.prompt_tokens += request.num_prompt_tokens
-        self.counters.prefix_tokens += num_cached
-        self.counters.computed_tokens += request.num_prompt_tokens - num_cached
+        self.counters.prefix_tokens += counts.prefix
+        self.counters.linked_tokens += counts.linked
+        self.counters.computed_tokens += counts.computed
 
     def _release(self, request: Request) -> None:
         assert request.allocation is not None
@@ -358,3 +435,9 @@ class Scheduler:
             self.counters.failed += 1
         else:
             self.counters.finished += 1
+
+
+def _spans(allocation: Allocation) -> list[tuple[int, int]]:
+    """Positions of the borrowed blocks."""
+    layout = allocation.layout
+    return [(layout.starts[link.first_block], layout.ends[link.passage.last_block - 1]) for link in allocation.links]
