@@ -93,8 +93,11 @@ def test_a_linked_answer_is_the_oracles(model: Path, oracle: Oracle, k: int, bud
     assert_tree_is_exact(llm.core, oracle)
 
 
-def test_the_log_probabilities_of_a_linked_answer_are_the_oracles(model: Path, oracle: Oracle) -> None:
+@pytest.mark.parametrize("layers", ["C++", "torch"])
+def test_the_log_probabilities_of_a_linked_answer_are_the_oracles(model: Path, oracle: Oracle, layers: str) -> None:
     llm = LLM(str(model), dtype="float32")
+    if layers == "torch":
+        llm.core.runner._decoder = None
     segments = prompt(A, B, C)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
     for _ in range(2):
@@ -103,6 +106,24 @@ def test_the_log_probabilities_of_a_linked_answer_are_the_oracles(model: Path, o
         logits = oracle.logits(tokens, spans(segments, 16, (2, 3)))[len(flat(segments)) - 1 : -1]
         for row, x in zip(logits.log_softmax(-1), answer.logprobs, strict=True):
             assert abs(float(row[x.token_id]) - x.logprob) < 1e-4
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}])
+def test_borrowing_changes_nothing_of_what_is_borrowed(model: Path, oracle: Oracle, settings: dict[str, Any]) -> None:
+    llm = LLM(str(model), **settings)
+    pool = llm.core.runner._pool
+    llm.generate([prompt(B), prompt(C)], SamplingParams(max_tokens=1))
+    blocks = [b for node in llm.core.cache._tree.nodes() for b in node.blocks]
+    before = [None if t is None else t[:, blocks].clone() for t in (pool.k, pool.v, pool.k_scales, pool.v_scales)]
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
+    answer = linked(llm, prompt(A, B, C), params)
+    assert answer.stats.counts.linked == 54
+    for old, new in zip(before, (pool.k, pool.v, pool.k_scales, pool.v_scales), strict=True):
+        assert old is None or new is None or torch.equal(old, new[:, blocks])
+    segments = prompt(A, B, C)
+    logits = oracle.logits(flat(segments), spans(segments, 16, (2, 3)))[-1].log_softmax(-1)
+    got = answer.logprobs[0]
+    assert abs(float(logits[got.token_id]) - got.logprob) < (1e-4 if settings == {"dtype": "float32"} else 0.3)
 
 
 def test_recomputing_whole_passages_is_full_prefill(model: Path) -> None:
