@@ -14,7 +14,7 @@ import msgspec
 from litestar import Request, Response, get, post
 from litestar.response import Stream
 
-from engine import RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
+from engine import CacheMode, RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
 from gateway import sse
 from gateway.access import caller_of
 from gateway.errors import ApiError, decode_body
@@ -23,7 +23,7 @@ from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.prompt import PassageText, Prompt, PromptTooLong
 from gateway.schemas import ChatRequest, CompletionRequest, message_dicts, strip_neutral
 from gateway.services import Services
-from gateway.usage import usage_dict
+from gateway.usage import certified_dict, usage_dict
 
 AnyRequest = Request[Any, Any, Any]
 DEFAULT_TEMPERATURE = 1.0
@@ -59,6 +59,7 @@ async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     services = services_of(request)
     body: ChatRequest = read_openai(await request.body(), ChatRequest)
     services.check_model(body.model)
+    services.check_cache(body.cache)
     params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, DEFAULT_TEMPERATURE)
     prompt = _chat_prompt(services, body, params, caller_of(request))
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
@@ -69,7 +70,7 @@ async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     answers = await sse.until_disconnect(request, collect(services, prompt, params))
     choices = [_chat_choice(services, a) for a in answers]
     usage = usage_dict([answers[0].stats], [a.stats for a in answers[1:]])
-    reply = {**head, "object": "chat.completion", "choices": choices, "usage": usage}
+    reply = {**head, "object": "chat.completion", "choices": choices, "usage": usage, **certified_dict(prompt.cache)}
     return Response({**reply, **_prompt_logprobs(services, params, answers[0])})
 
 
@@ -85,6 +86,7 @@ async def completions(request: AnyRequest) -> Response[Any] | Stream:
     services = services_of(request)
     body: CompletionRequest = read_openai(await request.body(), CompletionRequest)
     services.check_model(body.model)
+    services.check_cache(body.cache)
     params = body.params(services.info.vocab_size, 16, DEFAULT_TEMPERATURE)
     prompts = _completion_prompts(services, body, params, caller_of(request))
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
@@ -109,7 +111,7 @@ async def completions(request: AnyRequest) -> Response[Any] | Stream:
         for a in answers
     ]
     usage = usage_dict([answers[0].stats for answers in done], [a.stats for answers in done for a in answers[1:]])
-    return Response({**head, "choices": choices, "usage": usage})
+    return Response({**head, "choices": choices, "usage": usage, **certified_dict(prompts[0].cache)})
 
 
 def _prompt_logprobs(services: Services, params: SamplingParams, first: Answer) -> dict[str, Any]:
@@ -204,7 +206,7 @@ async def _chat_events(
 
     for index in range(params.n):
         yield chunk(index, {"role": "assistant", "content": ""}, None)
-    totals = _Totals(params)
+    totals = _Totals(params, prompt.cache)
     try:
         async with aclosing(services.generate(prompt, params)) as outputs:
             async for out in outputs:
@@ -226,7 +228,7 @@ async def _chat_events(
 async def _completion_events(
     services: Services, prompt: Prompt, params: SamplingParams, head: dict[str, Any], wants_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    totals = _Totals(params)
+    totals = _Totals(params, prompt.cache)
     offsets = [0] * params.n
     try:
         async with aclosing(services.generate(prompt, params)) as outputs:
@@ -252,8 +254,8 @@ async def _completion_events(
 class _Totals:
     """What a stream says in its last chunk: usage over all continuations, and the prompt's log-probabilities."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
+    def __init__(self, params: SamplingParams, cache: CacheMode) -> None:
+        self._params, self._cache = params, cache
         self._stats: dict[int, RequestStats] = {}
         self._prompt: list[TokenLogprobs] = []
 
@@ -274,7 +276,7 @@ class _Totals:
         """
         if len(self._stats) < self._params.n:
             return {}
-        extra: dict[str, Any] = {} if wants_usage else {"usage": self.usage()}
+        extra: dict[str, Any] = certified_dict(self._cache) | ({} if wants_usage else {"usage": self.usage()})
         if self._params.prompt_logprobs is not None:
             extra["prompt_logprobs"] = prompt_logprobs(services.tokenizer, self._prompt)
         return extra

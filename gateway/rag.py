@@ -18,7 +18,7 @@ from gateway.prompt import DEFAULT_SYSTEM, Message, PassageText, Prompt, PromptT
 from gateway.retrieval_client import RetrievalDead
 from gateway.schemas import RagRequest
 from gateway.services import Services
-from gateway.usage import counts_dict, timings_dict, usage_dict
+from gateway.usage import certified_dict, counts_dict, timings_dict, usage_dict
 from retrieval import Hit, SearchRequest, SearchResult, StorageFailed, StoreUnavailable
 
 T = TypeVar("T")
@@ -70,6 +70,7 @@ class RagPipeline:
         """Everything before the first token. Raises `ApiError`."""
         s, started = self._services, time.perf_counter()
         s.check_model(request.model)
+        s.check_cache(request.cache)
         params = request.params(s.info.vocab_size, s.settings.gateway.default_max_tokens, temperature=0.0)
         conversation_id, conversation = self._conversation(request, caller)
         found = await self._search(request, caller)
@@ -212,6 +213,7 @@ class RagPipeline:
             "no_context": not p.hits,
             "dropped": list(p.prompt.dropped),
             "conversation_id": p.conversation_id,
+            **certified_dict(p.prompt.cache),
         }
 
 

@@ -66,7 +66,8 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ignore_eos: bool | None = None
     stream: bool | None = None
     cache: CacheMode | None = None
-    """`off` neither reads nor fills the prefix cache; `exact` does both; `auto` is `exact` for now."""
+    """`off` neither reads nor fills the prefix cache; `exact` does both; `linked` also reuses passages in other places,
+    approximately; `auto` is `exact` for now."""
 
     def params(self, vocab_size: int, max_tokens: int, temperature: float) -> SamplingParams:
         """Sampling parameters, with defaults for the two that differ by route.

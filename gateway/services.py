@@ -10,7 +10,16 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from engine import EngineInfo, EngineRequest, FinishReason, RequestOutput, SamplingParams, Tokenizer, load_tokenizer
+from engine import (
+    CacheMode,
+    EngineInfo,
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    Tokenizer,
+    load_tokenizer,
+)
 from gateway.engine_client import EngineClient, EngineDead
 from gateway.errors import ApiError
 from gateway.fetch import UrlFetcher
@@ -89,6 +98,15 @@ class Services:
         info = self.info
         if name not in ("default", info.model, self.settings.engine.model):
             raise ApiError("model_not_found", f"the model {name!r} is not served here; served: {info.model}", "model")
+
+    def check_cache(self, cache: CacheMode | None) -> None:
+        """Raise `ApiError` where linked passages are asked for and forbidden, or not to be had."""
+        if cache is not CacheMode.LINKED:
+            return
+        if not self.settings.gateway.allow_linked:
+            raise ApiError("linked_forbidden", "cache linked is forbidden here: allow_linked is off", "cache")
+        if why := self.info.why_no_linking:
+            raise ApiError("unsupported_parameter", f"cache linked is not possible: {why}", "cache")
 
     def too_long(self, error: PromptTooLong, max_tokens: int, param: str) -> ApiError:
         """The answer to a prompt that does not fit."""

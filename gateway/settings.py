@@ -78,6 +78,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Answer of /rag/query when retrieval finds nothing; the model is not asked then."""
     max_conversations: int = 1000
     """Conversations kept in memory for each tenant; the longest unused goes first."""
+    allow_linked: bool = True
+    """Let requests ask for linked passages (cache: linked), which are faster and approximate."""
     log_level: str = "warning"
     """debug, info, warning or error."""
 
