@@ -182,7 +182,10 @@ class PromptAssembler:
         before, _, after = self.tokenizer.render_chat(marked).partition(mark)
         passages = [self._passage(d) for d in documents]
         tail = self._segment(after, SegmentKind.TAIL)
-        segments = (*self._message_segments(before), *passages, tail)
+        # A lone system message and what the template opens the user's turn with never differ between requests.
+        is_stable = bool(before) and all(m["role"] == "system" for m in messages[:at])
+        lone = (self._segment(before, SegmentKind.SYSTEM),) if is_stable else ()
+        segments = (*(lone or self._message_segments(before)), *passages, tail)
         return Prompt(segments, tuple(d.passage_id for d in documents))
 
     def _message_segments(self, rendered: str) -> tuple[Segment, ...]:
