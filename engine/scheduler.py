@@ -86,7 +86,8 @@ class Scheduler:
         self._token_budget = max_num_batched_tokens
         self._mixed_budget = mixed_token_budget
         self._chunked = enable_chunked_prefill
-        self._num_link_recompute = link_recompute_tokens
+        self.link_recompute_tokens = link_recompute_tokens
+        """Tokens at the beginning of each linked passage that its request computes, in whole blocks."""
         self._eos = eos_token_ids
         self._random = random.Random(seed)
         self._clock = clock
@@ -341,7 +342,7 @@ class Scheduler:
 
         A request waits once. What is not there then, since the pool is small, it computes itself.
         """
-        missing = self._cache.link(allocation, self._num_link_recompute)
+        missing = self._cache.link(allocation, self.link_recompute_tokens)
         unused = sum(link.first_block - link.passage.first_block for link in allocation.links)
         # What it computes itself of those passages is locked in its other place too: there must be room for both.
         if request.num_blocks_at_end + unused > self._cache.num_blocks:
