@@ -66,6 +66,13 @@ class Prompt(msgspec.Struct, frozen=True):
         """Tokens over all segments."""
         return sum(len(s.token_ids) for s in self.segments)
 
+    def reordered(self, order: Sequence[int]) -> Prompt:
+        """The same with the passages of `passage_ids` in another order, given as indices into it."""
+        n, num = len(self.segments), len(order)
+        passages = self.segments[n - 1 - num : n - 1]
+        segments = (*self.segments[: n - 1 - num], *(passages[i] for i in order), self.segments[-1])
+        return msgspec.structs.replace(self, segments=segments, passage_ids=tuple(self.passage_ids[i] for i in order))
+
 
 class _Frame(msgspec.Struct, frozen=True):
     """What a template writes around system text and user text, and between an answer and the next user text."""

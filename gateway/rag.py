@@ -10,19 +10,22 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from engine import RequestStats, SamplingParams, Segment, SegmentKind
+from engine import CacheMode, RequestStats, SamplingParams, Segment, SegmentKind
 from gateway.citations import Citation, cite
 from gateway.errors import ApiError
 from gateway.keys import Caller
+from gateway.order import PassageOrder
 from gateway.prompt import DEFAULT_SYSTEM, Message, PassageText, Prompt, PromptTooLong
 from gateway.retrieval_client import RetrievalDead
-from gateway.schemas import RagRequest
+from gateway.schemas import Order, RagRequest
 from gateway.services import Services
 from gateway.usage import certified_dict, counts_dict, timings_dict, usage_dict
 from retrieval import Hit, SearchRequest, SearchResult, StorageFailed, StoreUnavailable
 
 T = TypeVar("T")
 NEW_CONVERSATION = "new"
+MAX_ORDERED_TOKENS = 50_000
+"""Passages' tokens in the orders that are remembered: about what an engine's default KV pool holds."""
 Event = tuple[str, dict[str, Any]]
 
 
@@ -65,17 +68,21 @@ class RagPipeline:
         self._services = services
         self._conversations: dict[str, OrderedDict[str, Conversation]] = {}
         """By tenant and id."""
+        self._orders = PassageOrder(MAX_ORDERED_TOKENS)
 
     async def prepare(self, request: RagRequest, caller: Caller) -> Prepared:
         """Everything before the first token. Raises `ApiError`."""
         s, started = self._services, time.perf_counter()
         s.check_model(request.model)
         s.check_cache(request.cache)
+        if request.order is Order.CACHE and s.settings.engine.deterministic:
+            raise ApiError("unsupported_parameter", "order cache is not possible: deterministic is on", "order")
         params = request.params(s.info.vocab_size, s.settings.gateway.default_max_tokens, temperature=0.0)
         conversation_id, conversation = self._conversation(request, caller)
         found = await self._search(request, caller)
         assembling = time.perf_counter()
         prompt = request.caching(self._assemble(request, found, params, conversation, caller))
+        prompt = self._order(request, prompt) if prompt.passage_ids else prompt
         timings = {
             "embed_ms": round(found.embed_ms, 2),
             "search_ms": round(found.search_ms, 2),
@@ -190,6 +197,17 @@ class RagPipeline:
             return assembler.rag(r.query, passages, system=system, history=history, max_tokens=room)
         except PromptTooLong as e:
             raise self._services.too_long(e, params.max_tokens, "query") from e
+
+    def _order(self, r: RagRequest, prompt: Prompt) -> Prompt:
+        """The prompt with its passages along earlier orders, if that is asked for; the order is remembered."""
+        s, num = self._services, len(prompt.passage_ids)
+        head, passages = prompt.segments[: -1 - num], prompt.segments[-1 - num : -1]
+        if r.order is Order.CACHE:
+            prompt = prompt.reordered(self._orders.propose(head, passages, s.settings.gateway.max_passage_shift))
+        if prompt.cache is not CacheMode.OFF:
+            sent = prompt.segments[-1 - num : -1]
+            self._orders.record(head, sent, [len(p.token_ids) for p in sent])
+        return prompt
 
     def _final(
         self,

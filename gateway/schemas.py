@@ -5,6 +5,7 @@ A field of OpenAI's API that would change the answer and is not supported is ref
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -177,6 +178,15 @@ class HistoryMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
 
 
+class Order(StrEnum):
+    """How a prompt's passages are ordered."""
+
+    RELEVANCE = "relevance"
+    """The best first."""
+    CACHE = "cache"
+    """As in earlier prompts where that lets the cache be used, none far from its rank."""
+
+
 class RagRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /rag/query."""
 
@@ -193,6 +203,8 @@ class RagRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True
     rerank: bool | None = None
     """Let the reranker order what is found. Default: where there is one."""
     history: list[HistoryMessage] | None = None
+    order: Order = Order.RELEVANCE
+    """Of the passages in the prompt; `cache` follows earlier prompts, within `max_passage_shift`."""
     conversation_id: str | None = None
     """`new` begins a conversation that the server keeps; the reply names its id."""
     system: str | None = None

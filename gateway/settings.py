@@ -80,6 +80,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Conversations kept in memory for each tenant; the longest unused goes first."""
     allow_linked: bool = True
     """Let requests ask for linked passages (cache: linked), which are faster and approximate."""
+    max_passage_shift: int = 4
+    """Places that a passage may move from its relevance rank in the prompt of a request with order: cache."""
     log_level: str = "warning"
     """debug, info, warning or error."""
 

@@ -93,6 +93,21 @@ def test_documents_of_a_chat_are_linked_streamed_or_not(server: Server) -> None:
     assert text == whole["choices"][0]["message"]["content"]
 
 
+def test_passages_in_the_order_of_earlier_prompts_are_found_in_the_cache(server: Server) -> None:
+    queries = ["What burns oil each night?", "How long does dough rest?", "What was painted green?"]
+    prefixes = {}
+    for order in ("relevance", "cache"):
+        answers = [ask(server, q, order=order, system=f"Ordered by {order}.") for q in queries]
+        ranked = [[s["document_id"] for s in a["sources"]] for a in answers]
+        assert len({tuple(r) for r in ranked}) > 1, "sources are by relevance, which differs"
+        prefixes[order] = [sum(s["cache"]["prefix_tokens"] > 0 for s in a["sources"]) for a in answers]
+    assert prefixes["cache"] == [0, 4, 4]
+    assert sum(prefixes["relevance"]) < 4
+    refused = server.post("/rag/query", query="What?", order="best")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "order"
+
+
 def refusals(server: Server) -> list[httpx.Response]:
     chat = {"model": "default", "messages": CHAT, "documents": [{"text": "A text."}]}
     bodies = {
@@ -120,6 +135,8 @@ def test_linking_is_refused_by_name_where_it_is_forbidden_or_impossible(
             error = reply.json()["error"]
             assert (error["code"], error["param"]) == (code, "cache")
             assert why in error["message"]
+        ordered = server.post("/rag/query", query="What?", order="cache", max_tokens=1)
+        assert ordered.status_code == (400 if flag == "--deterministic" else 200)
         assert server.post("/v1/completions", model="default", prompt="Once", max_tokens=1).status_code == 200
     finally:
         server.stop()
