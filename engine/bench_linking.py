@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--set", nargs="+", choices=READERS, default=list(READERS))
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--passages", type=int, default=5)
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--recomputed", type=int, nargs="+", default=[0, 16, 32, 64])
     args = parser.parse_args(argv)
     report = {name: run_set(args, name) for name in args.set}
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 def run_set(args: Any, name: str) -> dict[str, Any]:
     """The table of one set of questions."""
     questions = [q for q, _ in zip(READERS[name](args.data / name, args.passages), range(args.questions), strict=False)]
-    settings = {"max_num_batched_tokens": 8192, "kv_cache_tokens": 32768}
+    settings = {"max_num_batched_tokens": 8192, "kv_cache_tokens": 32768, "dtype": args.dtype}
     full, linked = LLM(args.model, **settings), LLM(args.model, **settings)
     base: list[Result] = []
     ways: dict[int, list[Result]] = {k: [] for k in args.recomputed}

@@ -31,7 +31,7 @@ class PassageOrder:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._root = _Node(None, None, 0)
         self._clock = count(1)
         self.num_tokens = 0
@@ -67,8 +67,8 @@ class PassageOrder:
             child.hits += 1
             child.last = now
             node = child
-        if self.num_tokens > self._max_tokens:
-            self._forget(self._max_tokens * 9 // 10)
+        if self.num_tokens > self.max_tokens:
+            self._forget(self.max_tokens * 9 // 10)
 
     def _forget(self, max_tokens: int) -> None:
         """Drop the least recently used ends of orders until no more than `max_tokens` are left."""

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from engine import CacheMode, RequestStats, SamplingParams, Segment, SegmentKind
+from engine import BLOCK_SIZE, CacheMode, RequestStats, SamplingParams, Segment, SegmentKind
 from gateway.citations import Citation, cite
 from gateway.errors import ApiError
 from gateway.keys import Caller
@@ -24,8 +24,6 @@ from retrieval import Hit, SearchRequest, SearchResult, StorageFailed, StoreUnav
 
 T = TypeVar("T")
 NEW_CONVERSATION = "new"
-MAX_ORDERED_TOKENS = 50_000
-"""Passages' tokens in the orders that are remembered: about what an engine's default KV pool holds."""
 Event = tuple[str, dict[str, Any]]
 
 
@@ -68,7 +66,7 @@ class RagPipeline:
         self._services = services
         self._conversations: dict[str, OrderedDict[str, Conversation]] = {}
         """By tenant and id."""
-        self._orders = PassageOrder(MAX_ORDERED_TOKENS)
+        self._orders = PassageOrder(0)
 
     async def prepare(self, request: RagRequest, caller: Caller) -> Prepared:
         """Everything before the first token. Raises `ApiError`."""
@@ -205,6 +203,8 @@ class RagPipeline:
         if r.order is Order.CACHE:
             prompt = prompt.reordered(self._orders.propose(head, passages, s.settings.gateway.max_passage_shift))
         if prompt.cache is not CacheMode.OFF:
+            # What the engine's cache cannot hold is not worth following.
+            self._orders.max_tokens = s.info.num_blocks * BLOCK_SIZE
             sent = prompt.segments[-1 - num : -1]
             self._orders.record(head, sent, [len(p.token_ids) for p in sent])
         return prompt

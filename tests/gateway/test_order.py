@@ -7,6 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.bench_order import reused
 from gateway.order import PassageOrder
 
 
@@ -55,3 +56,11 @@ def test_the_tree_is_as_large_as_the_cache_and_forgets_the_least_recently_used()
     assert proposed(order, "zka") == "azk"
     assert proposed(order, "zkb") == "kzb"
     assert proposed(order, "zcb") == "zcb", "b and c were forgotten"
+
+
+def test_the_bench_counts_what_an_exact_prefix_cache_finds() -> None:
+    prompts, sizes = [(1, 2, 3), (2, 1, 4), (1, 2, 4)], {1: 10, 2: 20, 3: 30, 4: 40}
+    assert reused(prompts, sizes, 0, 1000) == (30 / 200, 0.0)
+    share, moved = reused(prompts, sizes, 1, 1000)
+    assert share == (30 + 30 + 40) / 200
+    assert moved == 2 / 9
