@@ -13,10 +13,11 @@ import torch
 from engine.api import BLOCK_SIZE, CacheMode, EngineInfo, EngineRequest, EngineStats, FinishReason, RequestOutput
 from engine.cache import CacheManager
 from engine.config import EngineConfig
+from engine.counters import SchedulerCounters
 from engine.output import OutputProcessor
 from engine.request import Request
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerCounters
+from engine.scheduler import Scheduler
 from engine.step import SchedulerOutput, StepResult
 from engine.tokenizer import Tokenizer, load_tokenizer
 

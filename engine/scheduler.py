@@ -22,12 +22,12 @@ import logging
 import random
 from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 
 from engine.api import CacheMode, EngineRequest, FinishReason
 from engine.cache import Allocation, CacheManager, compiled_keys
 from engine.compiles import Compiles
+from engine.counters import SchedulerCounters
 from engine.layout import Passage
 from engine.record import make_records
 from engine.request import Request, check_source
@@ -38,24 +38,6 @@ MAX_TRIES = 3
 
 log = logging.getLogger(__name__)
 _rank = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since start."""
-
-    prompt_tokens: int = 0
-    prefix_tokens: int = 0
-    linked_tokens: int = 0
-    computed_tokens: int = 0
-    compiled_passages: int = 0
-    recomputed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    finished: int = 0
-    aborted: int = 0
-    failed: int = 0
-    non_finite: int = 0
 
 
 class Scheduler:
@@ -175,7 +157,7 @@ class Scheduler:
         siblings = self._by_id[request.request_id]
         if all(r.finish_reason is not None for r in siblings):
             del self._by_id[request.request_id]
-        self._count_end(reason)
+        self.counters.end(reason)
         for unwanted in self._compiles.leave(request):
             self.finish(unwanted, FinishReason.ABORT)
 
@@ -326,7 +308,7 @@ class Scheduler:
             insort(self._running, request, key=_rank)
             request.allocation, request.links = allocation, spans
             self._cache.announce(allocation, request.num_tokens)
-            self._count_start(request, num_cached)
+            self.counters.start(request, num_cached, self._clock())
             request.advance(num_cached)
             chosen[request] = min(missing, budget)
             budget -= chosen[request]
@@ -403,39 +385,10 @@ class Scheduler:
         num_cached = allocation.num_shared + len(allocation.borrowed)
         return request.num_blocks_at_end - num_cached + others <= self._cache.num_available
 
-    def _count_start(self, request: Request, num_cached: int) -> None:
-        if request.first_run_s is not None:
-            below = [(a, min(b, request.num_lost_tokens)) for a, b in request.links if a < request.num_lost_tokens]
-            again = max(0, request.num_lost_tokens - num_cached - sum(b - a for a, b in below))
-            request.num_recomputed_tokens += again
-            self.counters.recomputed_tokens += again
-            return
-        request.first_run_s = self._clock()
-        if request.is_compile:
-            return
-        # What was computed on its account while it waited was computed for it, wherever it finds it now.
-        before = num_cached if request.prefix_before is None or not request.paid else request.prefix_before
-        request.num_prefix_tokens = min(num_cached, before)
-        paid = [request.spans[i] for i in request.paid]
-        request.linked_spans = [(a, b) for a, b in request.links if not any(x <= a < y for x, y in paid)]
-        counts = request.counts(0, request.num_prompt_tokens)
-        self.counters.prompt_tokens += request.num_prompt_tokens
-        self.counters.prefix_tokens += counts.prefix
-        self.counters.linked_tokens += counts.linked
-        self.counters.computed_tokens += counts.computed
-
     def _release(self, request: Request) -> None:
         assert request.allocation is not None
         self._cache.close(request.allocation)
         request.allocation = None
-
-    def _count_end(self, reason: FinishReason) -> None:
-        if reason is FinishReason.ABORT:
-            self.counters.aborted += 1
-        elif reason is FinishReason.ERROR:
-            self.counters.failed += 1
-        else:
-            self.counters.finished += 1
 
 
 def _spans(allocation: Allocation) -> list[tuple[int, int]]:

@@ -136,15 +136,16 @@ class Fuzz:
     def watch(self, scheduler: Any) -> Links:
         """What each continuation borrowed, each time that it was started."""
         links: Links = {}
-        real = scheduler._count_start
+        real = scheduler._cache.announce
 
-        def count_start(request: Any, num_cached: int) -> None:
+        def announce(allocation: Any, num_tokens: int) -> None:
+            (request,) = (r for r in scheduler._running if r.allocation is allocation)
             if not request.is_compile:
                 of_one = links.setdefault((request.request_id, request.index), [])
                 of_one.append((request.num_output_tokens, borrowed_of(request)))
-            real(request, num_cached)
+            real(allocation, num_tokens)
 
-        scheduler._count_start = count_start
+        scheduler._cache.announce = announce
         return links
 
     def hostile(self, core: Any, library: list[tuple[int, ...]]) -> None:
