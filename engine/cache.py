@@ -48,6 +48,8 @@ class Allocation:
     """Whether none of its blocks is ever shared."""
     announced: range = range(0)
     """Blocks it is about to compute and share, so that others can wait for them."""
+    is_used: bool = False
+    """Whether it ever got blocks; one that was only looked up is no use of what it found."""
     links: list[Link] = field(default_factory=list)
     """Borrowed blocks, in order."""
     deltas: IntColumn = field(default_factory=lambda: IntColumn(()))
@@ -151,7 +153,7 @@ class CacheManager:
             blocks, node = self._tree.match(keys)
             self._tree.lock(node)
             if len(blocks) < len(keys):
-                self._tree.unlock(node)  # what was matched counts as used now, and is offered for eviction anew
+                self._tree.unlock(node, is_use=False)
                 missing.append(passage)
                 continue
             delta = layout.starts[passage.first_block] - layout.num_system_tokens
@@ -162,7 +164,7 @@ class CacheManager:
     def unlink(self, allocation: Allocation) -> None:
         """Give the borrowed blocks back, before `reserve`."""
         for link in allocation.links:
-            self._tree.unlock(link.node)
+            self._tree.unlock(link.node, allocation.is_used)
         allocation.links.clear()
 
     def announce(self, allocation: Allocation, num_tokens: int) -> None:
@@ -198,6 +200,7 @@ class CacheManager:
         if short > 0:
             self._allocator.free(self._tree.evict(short))
         fresh = self._allocator.allocate(missing)
+        allocation.is_used = True
         if allocation.links:
             own = iter(fresh)
             fresh = [borrowed[i] if i in borrowed else next(own) for i in range(first, last)]
@@ -230,7 +233,7 @@ class CacheManager:
         """End a request: its shared blocks become evictable, its private ones free."""
         self._live.remove(allocation)
         self._withdraw(allocation, len(allocation.layout.paths))
-        self._tree.unlock(allocation.node)
+        self._tree.unlock(allocation.node, allocation.is_used)
         self._allocator.free(allocation.held)
         self.unlink(allocation)
         allocation.block_ids = IntColumn(())
