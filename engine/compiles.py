@@ -25,6 +25,11 @@ class Compiles:
         self._entries.setdefault(compile_, (path, set()))[1].add(waiter)
         waiter.compiles.add(compile_)
 
+    def begin(self, request: Request) -> None:
+        """A request got its blocks. If it computes a passage, work on the requests that wait for it has begun."""
+        for waiter in self._entries[request][1] if request.is_compile else ():
+            waiter.began_s = request.first_run_s if waiter.began_s is None else waiter.began_s
+
     def end(self, compile_: Request) -> None:
         """A passage is computed, or will not be: nobody waits for it any more."""
         path, waiters = self._entries.pop(compile_)

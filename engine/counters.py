@@ -30,7 +30,7 @@ class SchedulerCounters:
         if request.first_run_s is not None:
             self._start_again(request, num_cached)
             return
-        request.first_run_s = now
+        request.first_run_s = now if request.began_s is None else request.began_s
         if request.is_compile:
             return
         # What was computed on its account while it waited was computed for it, wherever it finds it now.

@@ -71,6 +71,8 @@ class Request:
     """Tokens that preemption made it compute again."""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    began_s: float | None = None
+    """When a passage that it waited for was begun."""
     first_run_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None

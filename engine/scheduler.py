@@ -8,7 +8,8 @@ Nothing starves:
 - a running answer gets a token in every step: seats are at most half the budget, and single tokens go first;
 - the prompt of lowest rank gets at least half the step's budget in every step;
 - a waiting request is passed only by one of lower rank, and a level of priority is worth a fixed time of waiting;
-- a request waits for another's blocks only if that one runs and has the lower rank.
+- a request waits for another's blocks only if that one runs and has the lower rank;
+- a request waits once for passages that it borrows, and those are computed by requests that rank just before it.
 
 When the pool is full, the highest rank gives its blocks back and waits (preemption by recomputing). The lowest never
 does, and a request that cannot fit alone is refused at `add`, so every admitted request ends. After MAX_TRIES
@@ -309,6 +310,7 @@ class Scheduler:
             request.allocation, request.links = allocation, spans
             self._cache.announce(allocation, request.num_tokens)
             self.counters.start(request, num_cached, self._clock())
+            self._compiles.begin(request)
             request.advance(num_cached)
             chosen[request] = min(missing, budget)
             budget -= chosen[request]

@@ -157,6 +157,20 @@ def test_every_prompt_token_is_counted_once_by_how_it_was_had(model: Path) -> No
     assert stats.prefix_tokens + stats.linked_tokens + stats.computed_tokens == stats.prompt_tokens
 
 
+def test_computing_what_a_request_waits_for_is_prefill_and_no_queue(model: Path) -> None:
+    llm = LLM(str(model), dtype="float32", max_num_batched_tokens=16)
+    now = [0.0]
+    llm.core.scheduler._clock = lambda: now[0]
+    start(llm, prompt(A, B), "one")
+    now[0] = 5.0
+    for _ in range(4):
+        llm.core.step()
+    now[0] = 9.0
+    (last,) = (o for o in run(llm)["one"] if o.stats is not None)
+    assert last.stats is not None
+    assert (last.stats.queue_s, last.stats.prefill_s) == (5.0, 4.0)
+
+
 def test_exact_requests_after_linked_ones_are_those_of_a_fresh_engine(model: Path, oracle: Oracle) -> None:
     llm = LLM(str(model), dtype="float32", kv_cache_tokens=4096)
     fresh = LLM(str(model), dtype="float32", enable_prefix_caching=False)
