@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from linked_oracle import Borrowed, Oracle, assert_tree_is_exact
@@ -14,6 +15,7 @@ from tiny_model import make_tiny_model
 
 from engine import LLM, CacheMode, EngineRequest, RequestOutput, SamplingParams, Segment, SegmentKind, TokenCounts
 from engine.cache import CacheManager
+from engine.checkpoint import RopeScaling
 from engine.layout import BlockLayout, Passage
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -237,13 +239,14 @@ def test_linking_is_refused_where_it_cannot_be_had(model: Path, settings: dict[s
     assert llm.generate([prompt(A, B)], GREEDY)[0].token_ids
 
 
-def test_a_length_dependent_rotary_table_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_dependent_rotary_table_is_refused(model: Path) -> None:
     llm = LLM(str(model), dtype="float32")
     assert llm.core.info().supports_linking
-    monkeypatch.setattr("engine.checkpoint.FIXED_ROTARY", ())
-    scaled = type(llm.core.runner.model_config)
-    monkeypatch.setattr(scaled, "has_fixed_rotary", property(lambda _: False))
-    with pytest.raises(ValueError, match="rotary table of tiny0 depends on the length"):
+    config = llm.core.runner.model_config
+    for kind, is_fixed in (("llama3", True), ("dynamic", False)):
+        llm.core.runner.model_config = msgspec.structs.replace(config, rope_scaling=RopeScaling(kind, 2.0))
+        assert llm.core.info().supports_linking is is_fixed
+    with pytest.raises(ValueError, match=f"rotary table of {model.name} depends on the length"):
         linked(llm, prompt(A, B))
 
 
