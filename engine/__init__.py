@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engine.api import (
     BLOCK_SIZE,
     SHARED_SCOPE,
+    CacheMode,
     EngineInfo,
     EngineRequest,
     EngineStats,
@@ -44,6 +45,7 @@ __all__ = [
     "Add",
     "AskStats",
     "AskView",
+    "CacheMode",
     "EngineConfig",
     "EngineInfo",
     "EngineRequest",

@@ -43,6 +43,19 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class CacheMode(StrEnum):
+    """What a request may have of the KV of earlier ones."""
+
+    AUTO = "auto"
+    """Whatever gives the exact answer fastest: for now `exact`."""
+    EXACT = "exact"
+    """The longest exact prefix is reused, and what is computed may be reused."""
+    LINKED = "linked"
+    """Also passages that were computed behind the same system text are reused in other places: approximate."""
+    OFF = "off"
+    """Nothing is looked up and nothing is left behind: all is computed, in blocks that are freed at the end."""
+
+
 class Segment(msgspec.Struct, frozen=True):
     """One piece of a prompt. Each segment starts on a fresh KV block, so that a finished one is shared whole."""
 
@@ -164,6 +177,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     params: SamplingParams = SamplingParams()
     priority: int = 0
     """-8 to 8; lower goes first. One level is worth 30 s of waiting, so a low priority delays but never starves."""
+    cache: CacheMode = CacheMode.AUTO
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -254,7 +268,13 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weights: str
     """How the weights are kept, and their size."""
     supports_segments: bool = True
-    supports_linking: bool = False
+    why_no_linking: str = "this engine has no linked passages"
+    """Why passages cannot be linked; empty if they can."""
+
+    @property
+    def supports_linking(self) -> bool:
+        """Whether a request may ask for linked passages."""
+        return not self.why_no_linking
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -278,6 +298,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_failed: int
     pinned_blocks: int = 0
     """Blocks of system segments that are evicted last."""
+    num_compiled_passages: int = 0
+    """Passages that were computed behind their system text so that prompts can borrow them."""
     num_recomputed_tokens: int = 0
     """Tokens whose KV was lost by preemption and had to be computed again."""
     num_non_finite: int = 0

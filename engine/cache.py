@@ -2,16 +2,34 @@
 
 At any moment each block is in exactly one place (invariant I1): free, in the tree and evictable, in the tree and
 protected by a lock, or held privately by one request.
+
+A request may also borrow blocks from another place in the tree (`link`): a passage that was computed right behind the
+same system text stands for the same passage further on, its keys turned by the difference of the positions. What is
+computed behind borrowed blocks is approximate, so from the first of them on nothing enters the tree (I8).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.allocator import BlockAllocator
-from engine.layout import BlockLayout, IntColumn
+from engine.api import BLOCK_SIZE
+from engine.layout import BlockLayout, IntColumn, Passage
 from engine.radix import RadixCache, RadixNode
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A passage whose blocks first_block..last_block-1 are borrowed."""
+
+    passage: Passage
+    first_block: int
+    blocks: list[int]
+    delta: int
+    """Its position here less its position there."""
+    node: RadixNode
+    """Locked handle on its last block."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +44,16 @@ class Allocation:
     """Locked handle on the last shared block."""
     capacity: int = 0
     """Tokens that its blocks have room for."""
+    is_private: bool = False
+    """Whether none of its blocks is ever shared."""
     announced: range = range(0)
     """Blocks it is about to compute and share, so that others can wait for them."""
+    is_used: bool = False
+    """Whether it ever got blocks; one that was only looked up is no use of what it found."""
+    links: list[Link] = field(default_factory=list)
+    """Borrowed blocks, in order."""
+    deltas: IntColumn = field(default_factory=lambda: IntColumn(()))
+    """Rotary delta of each block, where any are borrowed."""
 
     @property
     def num_blocks(self) -> int:
@@ -35,9 +61,23 @@ class Allocation:
         return len(self.block_ids)
 
     @property
+    def num_exact(self) -> int:
+        """Leading blocks that may ever be shared: those before the first that is borrowed."""
+        return self.links[0].first_block if self.links else len(self.layout.starts)
+
+    @property
+    def borrowed(self) -> dict[int, int]:
+        """Index in the table -> id of the borrowed blocks."""
+        return {link.first_block + i: block for link in self.links for i, block in enumerate(link.blocks)}
+
+    @property
     def held(self) -> list[int]:
         """Ids of the blocks that are its own."""
-        return self.block_ids.tolist()[self.num_shared :]
+        own = self.block_ids.tolist()[self.num_shared :]
+        if not self.links:
+            return own
+        borrowed = self.borrowed
+        return [block for i, block in enumerate(own, self.num_shared) if i not in borrowed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +119,59 @@ class CacheManager:
         """Blocks that could be reserved now: free or evictable."""
         return self._allocator.num_free + self._tree.num_evictable
 
-    def open(self, layout: BlockLayout, token_ids: Sequence[int], *, reads: bool = True) -> tuple[Allocation, int]:
+    def open(
+        self, layout: BlockLayout, token_ids: Sequence[int], *, reads: bool = True, is_private: bool = False
+    ) -> tuple[Allocation, int]:
         """Start a request: lock the longest cached prefix and return it with the number of tokens it covers.
 
         The match is shorter than the sequence (I3), since its last token must be computed to give logits. A system
-        segment that is found is pinned: it has been used twice. With `reads` off nothing is looked up.
+        segment that is found is pinned: it has been used twice. With `reads` off nothing is looked up; where it
+        `is_private`, nothing is shared later either.
         """
-        last = layout.num_sealed(len(token_ids) - 1) if self._enabled and reads else 0
+        last = layout.num_sealed(len(token_ids) - 1) if self._enabled and reads and not is_private else 0
         blocks, node = self._tree.match(layout.make_keys(token_ids, last, self._scope_ids))
         self._tree.lock(node)
         if self._pin_budget and 0 < layout.num_system_blocks <= len(blocks):
             self._tree.pin(node, len(blocks), layout.num_system_blocks, self._pin_budget)
         num_cached = layout.ends[len(blocks) - 1] if blocks else 0
-        allocation = Allocation(layout, IntColumn(blocks), len(blocks), node, num_cached)
+        allocation = Allocation(layout, IntColumn(blocks), len(blocks), node, num_cached, is_private)
         self._live.add(allocation)
         return allocation, num_cached
 
+    def link(self, allocation: Allocation, num_recomputed: int) -> list[Passage]:
+        """Borrow the passages behind the cached prefix from behind the system segments, all but their first blocks.
+
+        Args: num_recomputed, tokens at each one's beginning, in whole blocks, that the request computes itself. Called
+        between `open` and `reserve`. Returns the passages that are not there: nobody has computed them at that place.
+        """
+        layout, missing = allocation.layout, []
+        for passage in layout.passages:
+            first = max(passage.first_block + num_recomputed // BLOCK_SIZE, allocation.num_shared)
+            if first >= passage.last_block:
+                continue
+            keys = compiled_keys(layout, passage)
+            blocks, node = self._tree.match(keys)
+            self._tree.lock(node)
+            if len(blocks) < len(keys):
+                self._tree.unlock(node, is_use=False)
+                missing.append(passage)
+                continue
+            delta = layout.starts[passage.first_block] - layout.num_system_tokens
+            borrowed = blocks[first - passage.last_block :]
+            allocation.links.append(Link(passage, first, borrowed, delta, node))
+        return missing
+
+    def unlink(self, allocation: Allocation) -> None:
+        """Give the borrowed blocks back, before `reserve`."""
+        for link in allocation.links:
+            self._tree.unlock(link.node, allocation.is_used)
+        allocation.links.clear()
+
     def announce(self, allocation: Allocation, num_tokens: int) -> None:
         """Say that the request will compute and share its sealed blocks below `num_tokens`, its known tokens."""
-        if not self._enabled:
+        if not self._enabled or allocation.is_private:
             return
-        last = min(allocation.layout.num_sealed(num_tokens), len(allocation.layout.paths))
+        last = min(allocation.layout.num_sealed(num_tokens), len(allocation.layout.paths), allocation.num_exact)
         allocation.announced = range(allocation.num_shared, last)
         for i in allocation.announced:
             self._announced.setdefault(allocation.layout.paths[i], allocation)
@@ -118,14 +190,22 @@ class CacheManager:
         """Give the request blocks for its first `num_tokens` tokens, evicting if needed; False if impossible."""
         if num_tokens <= allocation.capacity:
             return True
-        missing = allocation.layout.num_blocks_for(num_tokens) - allocation.num_blocks
+        first, last = allocation.num_blocks, allocation.layout.num_blocks_for(num_tokens)
+        borrowed = {i: block for i, block in allocation.borrowed.items() if first <= i < last}
+        missing = last - first - len(borrowed)
         if missing > self.num_available:
             return False
         allocation.layout.extend_to(num_tokens)
         short = missing - self._allocator.num_free
         if short > 0:
             self._allocator.free(self._tree.evict(short))
-        allocation.block_ids.extend(self._allocator.allocate(missing))
+        fresh = self._allocator.allocate(missing)
+        allocation.is_used = True
+        if allocation.links:
+            own = iter(fresh)
+            fresh = [borrowed[i] if i in borrowed else next(own) for i in range(first, last)]
+            self._extend_deltas(allocation, last)
+        allocation.block_ids.extend(fresh)
         allocation.capacity = allocation.layout.ends[allocation.num_blocks - 1]
         return True
 
@@ -136,9 +216,9 @@ class CacheManager:
         own is freed.
         """
         first, ends = allocation.num_shared, allocation.layout.ends
-        if not self._enabled or num_computed < ends[min(first, len(ends) - 1)]:
+        if not self._enabled or allocation.is_private or num_computed < ends[min(first, len(ends) - 1)]:
             return
-        last = allocation.layout.num_sealed(num_computed)
+        last = min(allocation.layout.num_sealed(num_computed), allocation.num_exact)
         if last <= first:
             return
         keys = allocation.layout.make_keys(token_ids, last, self._scope_ids)
@@ -153,14 +233,15 @@ class CacheManager:
         """End a request: its shared blocks become evictable, its private ones free."""
         self._live.remove(allocation)
         self._withdraw(allocation, len(allocation.layout.paths))
-        self._tree.unlock(allocation.node)
+        self._tree.unlock(allocation.node, allocation.is_used)
         self._allocator.free(allocation.held)
+        self.unlink(allocation)
         allocation.block_ids = IntColumn(())
         allocation.num_shared = 0
 
     def counts(self) -> CacheCounts:
         """Where all blocks are now."""
-        held = sum(a.num_blocks - a.num_shared for a in self._live)
+        held = sum(len(a.held) for a in self._live)
         tree = self._tree
         return CacheCounts(
             self._allocator.num_free, tree.num_evictable, tree.num_protected, held, self.num_blocks, tree.num_pinned
@@ -189,10 +270,21 @@ class CacheManager:
             assert shared.issuperset(allocation.block_ids.first(allocation.num_shared).tolist()), (
                 "a shared block left the tree"
             )
+            assert shared.issuperset(allocation.borrowed.values()), "a borrowed block left the tree"
+            assert all(link.node.locks for link in allocation.links), "a borrowed block is not locked"
+            assert allocation.num_shared <= allocation.num_exact, "an approximate block is shared"
         assert self._live.issuperset(self._announced.values()), "blocks are announced by a request that has ended"
         counts = self.counts()
         assert counts.free + counts.evictable + counts.protected + counts.held == counts.total, f"I1 fails: {counts}"
         assert counts.pinned <= self._pin_budget, f"{counts.pinned} blocks are pinned, {self._pin_budget} may be"
+
+    def _extend_deltas(self, allocation: Allocation, num_blocks: int) -> None:
+        deltas = [0] * (num_blocks - len(allocation.deltas))
+        for link in allocation.links:
+            for i in range(link.first_block, link.passage.last_block):
+                if len(allocation.deltas) <= i < num_blocks:
+                    deltas[i - len(allocation.deltas)] = link.delta
+        allocation.deltas.extend(deltas)
 
     def _withdraw(self, allocation: Allocation, last: int) -> None:
         """Take back what was announced of the blocks below `last`."""
@@ -202,3 +294,8 @@ class CacheManager:
             if self._announced.get(path) is allocation:
                 del self._announced[path]
         allocation.announced = range(max(announced.start, min(announced.stop, last)), announced.stop)
+
+
+def compiled_keys(layout: BlockLayout, passage: Passage) -> list[bytes]:
+    """Keys of [system][passage], of a layout whose keys are made: where a passage is computed to be borrowed."""
+    return layout.keys[: layout.num_system_blocks] + layout.keys[passage.first_block : passage.last_block]

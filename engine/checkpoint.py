@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 
+FIXED_ROTARY = ("linear", "llama3")
+"""Changes of the rotary table that are the same for every length."""
+
+
 class CheckpointError(Exception):
     """A model file is missing, damaged, or of a kind that is not supported; the message names file and fault."""
 
@@ -53,6 +57,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool
     eos_token_ids: tuple[int, ...]
     """Union of what the checkpoint's own files name."""
+
+    @property
+    def has_fixed_rotary(self) -> bool:
+        """Whether a key can be turned from one place to another: the table is the same for every length."""
+        return self.rope_scaling is None or self.rope_scaling.kind in FIXED_ROTARY
 
     def inv_freq(self) -> npt.NDArray[np.float64]:
         """Rotary frequencies [head_dim / 2], radians a position, with the checkpoint's scaling applied."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.api import BLOCK_SIZE
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
@@ -30,6 +32,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tokens the KV pool holds, in blocks of 16. Default: what fits 1 GiB, or one full-length request if more."""
     pinned_tokens: int | None = None
     """Tokens of system texts used more than once that are evicted last. Default: a quarter of the KV pool; 0: none."""
+    link_recompute_tokens: int = 16
+    """Tokens at the beginning of each linked passage that are computed in their new place: a multiple of 16."""
     dtype: str = "auto"
     """Weights and KV: float32, bfloat16, float16, or auto: bfloat16 where the device is fast at it, else float32."""
     quantization: str = "auto"
@@ -57,6 +61,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError("mixed_token_budget needs enable_chunked_prefill, since it makes chunks smaller")
         if self.pinned_tokens is not None and self.pinned_tokens < 0:
             raise ValueError(f"pinned_tokens must be 0 or more, got {self.pinned_tokens}")
+        if self.link_recompute_tokens < 0 or self.link_recompute_tokens % BLOCK_SIZE:
+            raise ValueError(
+                f"link_recompute_tokens must be 0 or a multiple of {BLOCK_SIZE}, got {self.link_recompute_tokens}"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.quantization not in QUANTIZATIONS:

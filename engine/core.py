@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-from engine.api import BLOCK_SIZE, EngineInfo, EngineRequest, EngineStats, FinishReason, RequestOutput
+from engine.api import BLOCK_SIZE, CacheMode, EngineInfo, EngineRequest, EngineStats, FinishReason, RequestOutput
 from engine.cache import CacheManager
 from engine.config import EngineConfig
+from engine.counters import SchedulerCounters
 from engine.output import OutputProcessor
 from engine.request import Request
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerCounters
+from engine.scheduler import Scheduler
 from engine.step import SchedulerOutput, StepResult
 from engine.tokenizer import Tokenizer, load_tokenizer
 
@@ -46,6 +49,7 @@ class EngineCore:
             max_num_batched_tokens=budget,
             mixed_token_budget=config.mixed_token_budget,
             enable_chunked_prefill=config.enable_chunked_prefill,
+            link_recompute_tokens=config.link_recompute_tokens,
             eos_token_ids=frozenset(eos),
             seed=config.seed,
             clock=time.monotonic,
@@ -63,6 +67,8 @@ class EngineCore:
         """Queue a request. Raises `ValueError`, naming the fault, for one that could never run."""
         vocab_size = self.runner.model_config.vocab_size
         request.params.verify(vocab_size)
+        if request.cache is CacheMode.LINKED and (why := self.why_no_linking()):
+            raise ValueError(f"cache linked is not possible: {why}")
         if any(t < 0 or t >= vocab_size for s in request.segments for t in s.token_ids):
             raise ValueError(f"the prompt holds a token id outside the vocabulary of {vocab_size}")
         for one in self.scheduler.add(request):
@@ -116,14 +122,16 @@ class EngineCore:
         results, fault = self._try(output)
         if fault is None:
             return results
-        if len(output.requests) > 1:
-            log.warning("a step of %d requests failed, each is tried alone: %s", len(output.requests), fault)
-            for request in output.requests:
-                results |= self._execute(SchedulerOutput((request,)))
+        # A request may have several stretches of tokens in a step; they stay together.
+        alone = [SchedulerOutput(tuple(group)) for _, group in groupby(output.requests, key=attrgetter("key"))]
+        if len(alone) > 1:
+            log.warning("a step of %d requests failed, each is tried alone: %s", len(alone), fault)
+            for one in alone:
+                results |= self._execute(one)
             return results
-        (request,) = output.requests
-        log.error("request %d failed: %s", request.key, fault)
-        return {request.key: StepResult(fault=f"the request failed in the engine: {fault}")}
+        key = output.requests[0].key
+        log.error("request %d failed: %s", key, fault)
+        return {key: StepResult(fault=f"the request failed in the engine: {fault}")}
 
     def _try(self, output: SchedulerOutput) -> tuple[dict[int, StepResult], str | None]:
         """Results, or what went wrong. The exception is let go here, and with it the memory that its frames hold."""
@@ -151,7 +159,18 @@ class EngineCore:
             device=self.runner.device.type,
             attention=f"{self.runner.attention_note}; layers: {self.runner.decoder_note}",
             weights=self.runner.weights_note,
+            why_no_linking=self.why_no_linking(),
         )
+
+    def why_no_linking(self) -> str:
+        """Why no request may have linked passages; empty if they may."""
+        if not self.config.enable_prefix_caching:
+            return "enable_prefix_caching is off"
+        if self.config.deterministic:
+            return "deterministic promises the same text whatever is cached"
+        if not self.runner.model_config.has_fixed_rotary:
+            return f"the rotary table of {Path(self.config.model).name} depends on the length of the text"
+        return ""
 
     def stats(self) -> EngineStats:
         """Counters and gauges of now."""
@@ -166,7 +185,7 @@ class EngineCore:
             num_blocks=blocks.total,
             prompt_tokens=c.prompt_tokens,
             prefix_tokens=c.prefix_tokens,
-            linked_tokens=0,
+            linked_tokens=c.linked_tokens,
             computed_tokens=c.computed_tokens,
             output_tokens=c.output_tokens,
             num_preemptions=c.preemptions,
@@ -174,6 +193,7 @@ class EngineCore:
             num_aborted=c.aborted,
             num_failed=c.failed,
             pinned_blocks=blocks.pinned,
+            num_compiled_passages=c.compiled_passages,
             num_recomputed_tokens=c.recomputed_tokens,
             num_non_finite=c.non_finite,
             num_integrity_checks=self._num_checks,

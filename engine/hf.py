@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.checkpoint import CheckpointError, ModelConfig, RopeScaling
+from engine.checkpoint import FIXED_ROTARY, CheckpointError, ModelConfig, RopeScaling
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +100,9 @@ def _rope_scaling(folder: Path, raw: dict[str, Any]) -> RopeScaling | None:
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3"):
-        raise CheckpointError(f"{folder}: rotary scaling {kind!r} is not supported (supported: linear, llama3)")
+    if kind not in FIXED_ROTARY:
+        known = ", ".join(FIXED_ROTARY)
+        raise CheckpointError(f"{folder}: rotary scaling {kind!r} is not supported (supported: {known})")
     return RopeScaling(
         kind=kind,
         factor=float(raw["factor"]),

@@ -92,7 +92,7 @@ def view_of(scheduler: Scheduler, cache: CacheManager) -> EngineView:
     )
 
 
-def _order(request: Request) -> tuple[bool, tuple[float, int]]:
+def _order(request: Request) -> tuple[bool, tuple[float, float]]:
     return request.allocation is None, request.rank
 
 

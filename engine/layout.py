@@ -2,7 +2,8 @@
 
 Every segment starts on a fresh block, so a block holds 1 to 16 tokens and begins at any logical position. A block is
 *sealed* once no token can join it: it is full, or its segment has ended. Only sealed blocks are shared. The last
-segment is open: generated tokens go on in it, so its last, partly filled block is never sealed.
+segment is open: generated tokens go on in it, so its last, partly filled block is never sealed; a sequence that is only
+computed, not continued, has none that is open.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +54,16 @@ class IntColumn:
         return self._data[:n]
 
 
+class Passage(NamedTuple):
+    """A passage that also could be had from behind the system segments."""
+
+    segment: int
+    """Which of the prompt's segments."""
+    first_block: int
+    last_block: int
+    """One past its last block."""
+
+
 class BlockLayout:
     """Block boundaries of one token sequence that grows at its end, and the keys of its sealed blocks.
 
@@ -59,9 +71,9 @@ class BlockLayout:
     may ever hold.
     """
 
-    __slots__ = ("_sizes", "_starts", "ends", "keys", "num_system_blocks", "paths", "scopes", "starts")
+    __slots__ = ("_sizes", "_starts", "ends", "keys", "num_system_blocks", "passages", "paths", "scopes", "starts")
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], is_open: bool = True) -> None:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.scopes: list[str] = []
@@ -72,18 +84,28 @@ class BlockLayout:
         """For each key a number made of it and all keys before it; equal prefixes have equal numbers."""
         self.num_system_blocks = 0
         """Leading blocks of system segments."""
+        self.passages: list[Passage] = []
+        """Passages that neither stand right behind the system segments nor last."""
         position, is_leading = 0, True
-        for segment in segments:
-            end = position + len(segment.token_ids)
+        for i, segment in enumerate(segments):
+            first, end = len(self.starts), position + len(segment.token_ids)
             self.starts.extend(range(position, end, BLOCK_SIZE))
             self.ends.extend(min(start + BLOCK_SIZE, end) for start in range(position, end, BLOCK_SIZE))
             self.scopes.extend([segment.scope] * (len(self.starts) - len(self.scopes)))
             position = end
             is_leading = is_leading and segment.kind is SegmentKind.SYSTEM
             self.num_system_blocks = len(self.starts) if is_leading else self.num_system_blocks
-        self.ends[-1] = self.starts[-1] + BLOCK_SIZE
+            if segment.kind is SegmentKind.PASSAGE and 0 < self.num_system_blocks < first and i < len(segments) - 1:
+                self.passages.append(Passage(i, first, len(self.starts)))
+        if is_open:
+            self.ends[-1] = self.starts[-1] + BLOCK_SIZE
         self._starts = IntColumn(self.starts)
         self._sizes = IntColumn([b - a for a, b in zip(self.starts, self.ends, strict=True)])
+
+    @property
+    def num_system_tokens(self) -> int:
+        """Tokens of the leading system segments."""
+        return self.ends[self.num_system_blocks - 1] if self.num_system_blocks else 0
 
     def extend_to(self, num_tokens: int) -> None:
         """Add blocks until positions below `num_tokens` have one."""

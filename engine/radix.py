@@ -4,23 +4,30 @@ A key is the whole content of one block (scope and tokens, see `layout.block_key
 block ids that hold them, and a node's children differ in their first key. Looking up a prefix walks the tree comparing
 keys byte by byte, so identity is the tokens, never a hash (RadixAttention: Zheng et al., SGLang, 2024, section 3).
 
-A lock on a node protects it and all its ancestors from eviction (invariant I2). Eviction takes the least recently
-used unlocked leaf and gives up its blocks from the end. Pinned nodes go only when nothing else is left: pinning shifts
-the order, it never makes a request fail.
+A lock on a node protects it and all its ancestors from eviction (invariant I2). Eviction takes the unlocked leaf of
+least worth and gives up its blocks from the end. Worth is the number of uses on top of an age that rises to the worth
+of what was evicted (least frequently used with dynamic aging, Arlitt et al. 2000), so a passage that is often retrieved
+outlives prompts that pass by once, and what was popular long ago still goes; of equal worth the least recently used
+goes first. The uses of what was evicted are remembered for a while. Pinned nodes go only when nothing else is left:
+pinning shifts the order, it never makes a request fail.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+
+MAX_REMEMBERED = 10_000
+"""Evicted nodes whose uses are remembered."""
 
 
 class RadixNode:
     """A run of blocks. Opaque to callers: a handle that is valid while locked."""
 
-    __slots__ = ("blocks", "children", "is_pinned", "keys", "last_use", "locks", "parent")
+    __slots__ = ("blocks", "children", "is_pinned", "keys", "last_use", "locks", "num_uses", "parent", "worth")
 
     def __init__(self, keys: list[bytes], blocks: list[int], parent: RadixNode | None) -> None:
         self.keys = keys
@@ -28,12 +35,12 @@ class RadixNode:
         self.parent = parent
         self.children: dict[bytes, RadixNode] = {}
         self.locks = 0
-        self.last_use = 0
+        self.last_use = self.num_uses = self.worth = 0
         self.is_pinned = False
 
 
-_Offer = tuple[int, int, RadixNode]
-"""(last use, serial number, node): two nodes are never compared."""
+_Offer = tuple[int, int, int, RadixNode]
+"""(worth, last use, serial number, node): two nodes are never compared."""
 
 
 class RadixCache:
@@ -48,6 +55,9 @@ class RadixCache:
         self._pinned: set[RadixNode] = set()
         self._clock = clock
         """Time in nanoseconds; never the same twice."""
+        self._age = 0
+        self._uses_before: OrderedDict[bytes, int] = OrderedDict()
+        """First key of a node that was evicted -> its uses, the last MAX_REMEMBERED of them."""
         self._serial = count()
         self._heap: list[_Offer] = []
         """Unlocked leaves by last use. Entries may be stale: each is checked when it comes up."""
@@ -74,14 +84,16 @@ class RadixCache:
         """Protect `node` and its ancestors."""
         self._lock_between(node, None)
 
-    def unlock(self, node: RadixNode) -> None:
-        """Give one lock back. Raises `ValueError` if there is none."""
+    def unlock(self, node: RadixNode, is_use: bool = True) -> None:
+        """Give one lock back; `is_use` says whether it was used meanwhile. Raises `ValueError` if there is none."""
         now = self._clock()
         walk: RadixNode | None = node
         while walk is not None and walk is not self.root:
             if walk.locks < 1:
                 raise ValueError("a radix node is unlocked more often than locked")
             walk.last_use = now
+            walk.num_uses += is_use
+            walk.worth = self._age + walk.num_uses
             walk.locks -= 1
             if walk.locks == 0:
                 self.num_protected -= len(walk.blocks)
@@ -117,10 +129,11 @@ class RadixCache:
         out: list[int] = []
         while len(out) < n and (self._heap or self._pinned_heap):
             heap = self._heap or self._pinned_heap
-            last_use, _, node = heapq.heappop(heap)
-            is_true = self._is_evictable(node) and node.last_use == last_use
+            worth, last_use, _, node = heapq.heappop(heap)
+            is_true = self._is_evictable(node) and (node.worth, node.last_use) == (worth, last_use)
             if not is_true or node.is_pinned is not (heap is self._pinned_heap):
                 continue
+            self._age = max(self._age, worth)
             take = min(n - len(out), len(node.blocks))
             out += node.blocks[-take:]
             del node.blocks[-take:]
@@ -183,6 +196,7 @@ class RadixCache:
             return node
         child = RadixNode(keys, blocks, node)
         child.last_use = self._clock()
+        child.num_uses = self._uses_before.pop(keys[0], 0)
         node.children[keys[0]] = child
         self.num_evictable += len(blocks)
         self._num_nodes += 1
@@ -193,6 +207,7 @@ class RadixCache:
         assert node.parent is not None
         upper = RadixNode(node.keys[:n], node.blocks[:n], node.parent)
         upper.locks, upper.last_use = node.locks, node.last_use
+        upper.num_uses, upper.worth = node.num_uses, node.worth
         node.parent.children[upper.keys[0]] = upper
         node.keys, node.blocks, node.parent = node.keys[n:], node.blocks[n:], upper
         upper.children[node.keys[0]] = node
@@ -219,10 +234,10 @@ class RadixCache:
         if not self._is_evictable(node):
             return
         heap = self._pinned_heap if node.is_pinned else self._heap
-        heapq.heappush(heap, (node.last_use, next(self._serial), node))
+        heapq.heappush(heap, (node.worth, node.last_use, next(self._serial), node))
         # Every use of a prefix offers it anew, so without this the heap would grow with the requests.
         if len(heap) > 64 + 2 * self._num_nodes:
-            heap[:] = [e for e in heap if self._is_evictable(e[2]) and e[2].last_use == e[0]]
+            heap[:] = [e for e in heap if self._is_evictable(e[3]) and (e[3].worth, e[3].last_use) == e[:2]]
             heapq.heapify(heap)
 
     def _unpin_down_to(self, budget: int, below: RadixNode) -> None:
@@ -251,6 +266,9 @@ class RadixCache:
             self._offer(node)
             return
         del node.parent.children[node.keys[0]]
+        self._uses_before[node.keys[0]] = node.num_uses
+        if len(self._uses_before) > MAX_REMEMBERED:
+            self._uses_before.popitem(last=False)
         self._pinned.discard(node)
         self._num_nodes -= 1
         self._offer(node.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -12,30 +13,29 @@ from engine.request import Request
 from engine.step import ScheduledRequest
 
 
-def make_record(request: Request, n: int) -> ScheduledRequest:
-    """What the runner sees of a request. This runs for each request in each step, so it is kept short."""
+def make_records(request: Request, n: int) -> Iterator[ScheduledRequest]:
+    """The next n tokens of a request, one record for each stretch of them between borrowed blocks."""
     allocation, layout = request.allocation, request.layout
     assert allocation is not None
-    first = request.num_computed_tokens
-    last = first + n
-    starts, valids = layout.columns(last)
-    ids = allocation.block_ids.first(len(starts)).copy()
-    return ScheduledRequest(
-        request.key,
-        tuple(request.token_ids[first:last]),
-        first,
-        layout.slots(ids, first, last),
-        ids,
-        starts,
-        valids,
-        _zeros(len(starts)),
-        last == len(request.token_ids),
-        request.source.params,
-        request.seed,
-        len(request.token_ids) - request.num_prompt_tokens,
-        request.index,
-        **(_extras(request, first, last) if request.needs_extras else {}),
-    )
+    for first, last in request.runs(n):
+        starts, valids = layout.columns(last)
+        ids = allocation.block_ids.first(len(starts)).copy()
+        yield ScheduledRequest(
+            request.key,
+            tuple(request.token_ids[first:last]),
+            first,
+            layout.slots(ids, first, last),
+            ids,
+            starts,
+            valids,
+            allocation.deltas.first(len(starts)) if allocation.links else _zeros(len(starts)),
+            last == len(request.token_ids) and not request.is_compile,
+            request.source.params,
+            request.seed,
+            len(request.token_ids) - request.num_prompt_tokens,
+            request.index,
+            **(_extras(request, first, last) if request.needs_extras else {}),
+        )
 
 
 def _extras(request: Request, first: int, last: int) -> dict[str, Any]:

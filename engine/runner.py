@@ -114,7 +114,7 @@ class ModelRunner:
         """The same tokens' last hidden states [len(rows), hidden_size]; the KV of all new tokens is written."""
         requests = output.requests
         offsets = np.cumsum([0, *(len(r.token_ids) for r in requests)])
-        first = {r.key: int(at) for r, at in zip(requests, offsets, strict=False)}
+        first = {id(r): int(at) for r, at in zip(requests, offsets, strict=False)}
         batch = AttentionBatch(
             tuple(
                 Rows(len(r.token_ids), r.start, r.block_ids, r.block_starts, r.block_valids, r.block_deltas)
@@ -124,7 +124,7 @@ class ModelRunner:
         token_ids = self._ids([t for r in requests for t in r.token_ids])
         positions = self._ids(np.concatenate([np.arange(r.start, r.start + len(r.token_ids)) for r in requests]))
         slots = self._ids(np.concatenate([r.slots for r in requests]))
-        picks = self._ids([first[r.key] + row for r, row in rows])
+        picks = self._ids([first[id(r)] + row for r, row in rows])
         if self._decoder is not None and (self._decoder_rows is None or len(slots) <= self._decoder_rows):
             return self._model.forward_with(self._decoder, token_ids, positions, slots, batch, picks)
         return self._model.forward(token_ids, positions, slots, self._attention.plan(batch), self._pool, picks)

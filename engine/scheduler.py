@@ -8,7 +8,8 @@ Nothing starves:
 - a running answer gets a token in every step: seats are at most half the budget, and single tokens go first;
 - the prompt of lowest rank gets at least half the step's budget in every step;
 - a waiting request is passed only by one of lower rank, and a level of priority is worth a fixed time of waiting;
-- a request waits for another's blocks only if that one runs and has the lower rank.
+- a request waits for another's blocks only if that one runs and has the lower rank;
+- a request waits once for passages that it borrows, and those are computed by requests that rank just before it.
 
 When the pool is full, the highest rank gives its blocks back and waits (preemption by recomputing). The lowest never
 does, and a request that cannot fit alone is refused at `add`, so every admitted request ends. After MAX_TRIES
@@ -22,12 +23,14 @@ import logging
 import random
 from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 
-from engine.api import EngineRequest, FinishReason
-from engine.cache import CacheManager
-from engine.record import make_record
+from engine.api import CacheMode, EngineRequest, FinishReason
+from engine.cache import Allocation, CacheManager, compiled_keys
+from engine.compiles import Compiles
+from engine.counters import SchedulerCounters
+from engine.layout import Passage
+from engine.record import make_records
 from engine.request import Request, check_source
 from engine.step import ScheduledRequest, SchedulerOutput, StepResult, TokenEvent
 
@@ -36,22 +39,6 @@ MAX_TRIES = 3
 
 log = logging.getLogger(__name__)
 _rank = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since start."""
-
-    prompt_tokens: int = 0
-    prefix_tokens: int = 0
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    finished: int = 0
-    aborted: int = 0
-    failed: int = 0
-    non_finite: int = 0
 
 
 class Scheduler:
@@ -66,6 +53,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         mixed_token_budget: int | None = None,
         enable_chunked_prefill: bool = True,
+        link_recompute_tokens: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         clock: Callable[[], float],
@@ -81,6 +69,8 @@ class Scheduler:
         self._token_budget = max_num_batched_tokens
         self._mixed_budget = mixed_token_budget
         self._chunked = enable_chunked_prefill
+        self.link_recompute_tokens = link_recompute_tokens
+        """Tokens at the beginning of each linked passage that its request computes, in whole blocks."""
         self._eos = eos_token_ids
         self._random = random.Random(seed)
         self._clock = clock
@@ -90,6 +80,7 @@ class Scheduler:
         # Both in order of rank.
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._compiles = Compiles()
         self.counters = SchedulerCounters()
 
     @property
@@ -141,8 +132,8 @@ class Scheduler:
         return self._clock()
 
     def requests(self) -> list[Request]:
-        """All requests in the engine, running and waiting."""
-        return list(self._by_key.values())
+        """All requests in the engine, running and waiting, but those that others wait for."""
+        return [r for r in self._by_key.values() if not r.is_compile]
 
     def has_started(self, request_id: str) -> bool:
         """Whether any of a request has run. False for one that is not here."""
@@ -164,15 +155,20 @@ class Scheduler:
             return
         request.finish_reason, request.error = reason, error
         del self._by_key[request.key]
-        siblings = self._by_id[request.request_id]
-        if all(r.finish_reason is not None for r in siblings):
-            del self._by_id[request.request_id]
         if request.allocation is None:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
             self._release(request)
-        self._count_end(reason)
+        if request.is_compile:
+            self._compiles.end(request)
+            return
+        siblings = self._by_id[request.request_id]
+        if all(r.finish_reason is not None for r in siblings):
+            del self._by_id[request.request_id]
+        self.counters.end(reason)
+        for unwanted in self._compiles.leave(request):
+            self.finish(unwanted, FinishReason.ABORT)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's work. Empty only if nothing is left to do."""
@@ -181,7 +177,7 @@ class Scheduler:
         left, was_preempted = budget, False
         for wants_one in (True, False):
             for request in tuple(self._running):
-                missing = request.num_tokens - request.num_computed_tokens
+                missing = request.num_missing
                 if request.allocation is None or (missing == 1) is not wants_one:
                     continue
                 if not wants_one and not was_preempted:
@@ -189,7 +185,7 @@ class Scheduler:
                 n = min(missing, left)
                 if n <= 0:
                     break
-                known = request.num_computed_tokens + n
+                known = request.runs(n)[-1][1]
                 if known > request.allocation.capacity and self._make_room(request, known, chosen):
                     was_preempted, left = True, budget - sum(chosen.values())
                 if request.allocation is not None:
@@ -197,7 +193,7 @@ class Scheduler:
                     left -= n
         if not was_preempted:
             self._admit(chosen, left)
-        return SchedulerOutput(tuple(make_record(r, n) for r, n in chosen.items()))
+        return SchedulerOutput(tuple(record for r, n in chosen.items() for record in make_records(r, n)))
 
     def update(self, output: SchedulerOutput, results: Mapping[int, StepResult]) -> list[TokenEvent]:
         """Take a step's results, by key: of each request that needed a token or prompt log-probabilities, or failed."""
@@ -210,12 +206,15 @@ class Scheduler:
             if result is not None and result.fault is not None:
                 self.counters.non_finite += result.is_non_finite
                 self.finish(request, FinishReason.ERROR, result.fault)
-                events.append(TokenEvent(request, None))
+                events += [] if request.is_compile else [TokenEvent(request, None)]
                 continue
-            request.num_computed_tokens += len(item.token_ids)
+            request.advance(item.start + len(item.token_ids))
             assert request.allocation is not None
             self._cache.commit(request.allocation, request.token_ids, request.num_computed_tokens)
-            if result is not None:
+            if request.is_compile and not request.num_missing:
+                self.counters.compiled_passages += 1
+                self.finish(request, FinishReason.LENGTH)
+            elif result is not None and (item.needs_token or item.prompt_targets):
                 events.append(self._take(request, item, result, now))
         return events
 
@@ -229,12 +228,13 @@ class Scheduler:
             queue = self._waiting if request.allocation is None else self._running
             assert request in queue, "a request is in the wrong queue"
         assert len(self._waiting) + len(self._running) == len(self._by_key), "a queue holds a request that has ended"
+        self._compiles.check_integrity()
 
     def _budget_now(self) -> int:
         """The step's token budget: beside running answers a smaller one, of which prompts still get half."""
         if self._mixed_budget is None:
             return self._token_budget
-        num_answers = sum(r.num_tokens - r.num_computed_tokens == 1 for r in self._running)
+        num_answers = sum(r.num_missing == 1 for r in self._running)
         if not num_answers:
             return self._token_budget
         return min(self._token_budget, max(self._mixed_budget, 2 * num_answers))
@@ -277,6 +277,7 @@ class Scheduler:
         )
         request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
+        request.links = []
         request.num_preemptions += 1
         self.counters.preemptions += 1
         insort(self._waiting, request, key=_rank)
@@ -295,31 +296,86 @@ class Scheduler:
             if self._waits_for_blocks(request):
                 at += 1
                 continue
-            reads = not request.wants_prompt_logprobs
-            allocation, num_cached = self._cache.open(request.layout, request.token_ids, reads=reads)
-            leader = self._cache.in_flight(allocation) if reads else None
+            allocation, num_cached = self._open(request)
+            if request.wants_links and self._link(request, allocation, num_cached):
+                at = 0  # the queue has grown
+                continue
+            leader = None if request.wants_prompt_logprobs else self._leader(allocation)
             if leader is not None and self._ranks_before(leader, request):
                 request.leader = (leader, allocation.num_shared)
                 self._cache.close(allocation)
                 at += 1
                 continue
-            missing = request.num_tokens - num_cached
-            fits = (self._chunked or missing <= budget) and self._has_room(request, allocation.num_shared)
+            spans = _spans(allocation)
+            missing = request.num_tokens - num_cached - sum(b - a for a, b in spans)
+            fits = (self._chunked or missing <= budget) and self._has_room(request, allocation)
             # All known tokens get their blocks at once, so a prefill under way never runs out of them.
             if not fits or not self._cache.reserve(allocation, request.num_tokens):
                 self._cache.close(allocation)
                 break
             del self._waiting[at]
             insort(self._running, request, key=_rank)
-            request.allocation, request.num_computed_tokens = allocation, num_cached
+            request.allocation, request.links = allocation, spans
             self._cache.announce(allocation, request.num_tokens)
-            self._count_start(request, num_cached)
+            self.counters.start(request, num_cached, self._clock())
+            self._compiles.begin(request)
+            request.advance(num_cached)
             chosen[request] = min(missing, budget)
             budget -= chosen[request]
         return budget
 
+    def _open(self, request: Request) -> tuple[Allocation, int]:
+        """Look up what the request may reuse: its allocation, and the tokens that need no computing."""
+        reads, is_private = not request.wants_prompt_logprobs, request.source.cache is CacheMode.OFF
+        return self._cache.open(request.layout, request.token_ids, reads=reads, is_private=is_private)
+
+    def _link(self, request: Request, allocation: Allocation, num_cached: int) -> bool:
+        """Borrow a request's passages. True if it has to wait for some of them: they are computed once, for everyone.
+
+        A request waits once. What is not there then, since the pool is small, it computes itself.
+        """
+        missing = self._cache.link(allocation, self.link_recompute_tokens)
+        unused = sum(link.first_block - link.passage.first_block for link in allocation.links)
+        # What it computes itself of those passages is locked in its other place too: there must be room for both.
+        if request.num_blocks_at_end + unused > self._cache.num_blocks:
+            self._cache.unlink(allocation)
+            return False
+        if not missing or request.prefix_before is not None:
+            return False
+        self._cache.close(allocation)
+        request.prefix_before = num_cached
+        for i, passage in enumerate(missing):
+            before = request.rank[1] - 1 + (i + 1) / (len(missing) + 1)
+            self._compile(request, passage, (request.rank[0], before))
+        return True
+
+    def _compile(self, request: Request, passage: Passage, rank: tuple[float, float]) -> None:
+        """Have a passage computed where it can be borrowed from, ahead of the request that waits for it."""
+        path = tuple(compiled_keys(request.layout, passage))
+        work = self._compiles.find(path)
+        if work is None:
+            work = Request.make_compile(request, passage, self._serial, rank)
+            request.paid.add(passage.segment)
+            self._serial += 1
+            self._by_key[work.key] = work
+            insort(self._waiting, work, key=_rank)
+        elif rank < work.rank:
+            queue = self._waiting if work.allocation is None else self._running
+            queue.remove(work)
+            work.rank = rank
+            insort(queue, work, key=_rank)
+        self._compiles.join(path, work, request)
+
+    def _leader(self, allocation: Allocation) -> Allocation | None:
+        """Who computes the block it needs next, unless that begins a passage which it borrows anyway."""
+        if allocation.links and allocation.num_shared >= allocation.links[0].passage.first_block:
+            return None
+        return self._cache.in_flight(allocation)
+
     def _waits_for_blocks(self, request: Request) -> bool:
         """Whether the blocks that it waits for are still being computed."""
+        if request.compiles:
+            return True
         if request.leader is None:
             return False
         allocation, block = request.leader
@@ -331,34 +387,21 @@ class Scheduler:
     def _ranks_before(self, leader: object, request: Request) -> bool:
         return any(r.allocation is leader and r.rank < request.rank for r in self._running)
 
-    def _has_room(self, request: Request, num_cached_blocks: int) -> bool:
+    def _has_room(self, request: Request, allocation: Allocation) -> bool:
         """For a request that was preempted MAX_TRIES times: whether it and all that run have room to their ends."""
         if request.num_preemptions < MAX_TRIES or not self._running:
             return True
         others = sum(r.num_blocks_at_end - r.allocation.num_blocks for r in self._running if r.allocation)
-        return request.num_blocks_at_end - num_cached_blocks + others <= self._cache.num_available
-
-    def _count_start(self, request: Request, num_cached: int) -> None:
-        if request.first_run_s is not None:
-            again = max(0, request.num_lost_tokens - num_cached)
-            request.num_recomputed_tokens += again
-            self.counters.recomputed_tokens += again
-            return
-        request.first_run_s = self._clock()
-        request.num_prefix_tokens = num_cached
-        self.counters.prompt_tokens += request.num_prompt_tokens
-        self.counters.prefix_tokens += num_cached
-        self.counters.computed_tokens += request.num_prompt_tokens - num_cached
+        num_cached = allocation.num_shared + len(allocation.borrowed)
+        return request.num_blocks_at_end - num_cached + others <= self._cache.num_available
 
     def _release(self, request: Request) -> None:
         assert request.allocation is not None
         self._cache.close(request.allocation)
         request.allocation = None
 
-    def _count_end(self, reason: FinishReason) -> None:
-        if reason is FinishReason.ABORT:
-            self.counters.aborted += 1
-        elif reason is FinishReason.ERROR:
-            self.counters.failed += 1
-        else:
-            self.counters.finished += 1
+
+def _spans(allocation: Allocation) -> list[tuple[int, int]]:
+    """Positions of the borrowed blocks."""
+    layout = allocation.layout
+    return [(layout.starts[link.first_block], layout.ends[link.passage.last_block - 1]) for link in allocation.links]

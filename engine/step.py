@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request's share of a step. Block arrays cover all its tokens up to and with this step's."""
+    """Tokens that follow each other in one request. Block arrays cover all its tokens up to and with these.
+
+    A request may have several of these in a step: each layer writes the KV of all new tokens before any token attends.
+    """
 
     key: int
     """The scheduler's own number for the request; results are filed under it."""

@@ -26,6 +26,7 @@ CODES: dict[str, tuple[int, str]] = {
     "context_length_exceeded": (400, "the prompt is longer than the model's context"),
     "unauthorized": (401, "no API key was sent, or one that is not known or was revoked"),
     "forbidden": (403, "the key's role or collections do not allow this"),
+    "linked_forbidden": (403, "`cache` is `linked`, and this server's `allow_linked` is off"),
     "not_found": (404, "no such path, document, job or conversation"),
     "model_not_found": (404, "`model` is neither `default` nor the served name"),
     "method_not_allowed": (405, "the path exists, but not for this method"),

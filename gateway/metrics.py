@@ -77,6 +77,9 @@ class Metrics:
             "foreword_recomputed_tokens", "Tokens computed again because of preemption", registry=r
         )
         self._pinned = Gauge("foreword_kv_blocks_pinned", "KV blocks of system texts that are evicted last", registry=r)
+        self._compiled = Gauge(
+            "foreword_compiled_passages", "Passages computed so that prompts can link them", registry=r
+        )
         self._non_finite = Gauge(
             "foreword_non_finite_logits", "Requests ended because the model gave NaN or infinite logits", registry=r
         )
@@ -128,6 +131,7 @@ class Metrics:
             self._preemptions.set(engine.num_preemptions)
             self._recomputed.set(engine.num_recomputed_tokens)
             self._pinned.set(engine.pinned_blocks)
+            self._compiled.set(engine.num_compiled_passages)
             self._non_finite.set(engine.num_non_finite)
             self._checks.set(engine.num_integrity_checks)
             self._check_failures.set(engine.num_integrity_failures)

@@ -14,7 +14,7 @@ import msgspec
 from litestar import Request, Response, get, post
 from litestar.response import Stream
 
-from engine import RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
+from engine import CacheMode, RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
 from gateway import sse
 from gateway.access import caller_of
 from gateway.errors import ApiError, decode_body
@@ -24,7 +24,7 @@ from gateway.prompt import PassageText, Prompt, PromptTooLong
 from gateway.schemas import ChatRequest, CompletionRequest, message_dicts, strip_neutral
 from gateway.services import Services
 from gateway.turns import assemble
-from gateway.usage import usage_dict
+from gateway.usage import certified_dict, usage_dict
 
 AnyRequest = Request[Any, Any, Any]
 DEFAULT_TEMPERATURE = 1.0
@@ -60,6 +60,7 @@ async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     services = services_of(request)
     body: ChatRequest = read_openai(await request.body(), ChatRequest)
     services.check_model(body.model)
+    services.check_cache(body.cache)
     params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, DEFAULT_TEMPERATURE)
     num_chars, caller = body.num_chars(), caller_of(request)
     services.check_length(num_chars, params.max_tokens, "messages")
@@ -72,7 +73,7 @@ async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     answers = await sse.until_disconnect(request, collect(services, prompt, params))
     choices = [_chat_choice(services, a) for a in answers]
     usage = usage_dict([answers[0].stats], [a.stats for a in answers[1:]])
-    reply = {**head, "object": "chat.completion", "choices": choices, "usage": usage}
+    reply = {**head, "object": "chat.completion", "choices": choices, "usage": usage, **certified_dict(prompt.cache)}
     return Response({**reply, **_prompt_logprobs(services, params, answers[0])})
 
 
@@ -88,6 +89,7 @@ async def completions(request: AnyRequest) -> Response[Any] | Stream:
     services = services_of(request)
     body: CompletionRequest = read_openai(await request.body(), CompletionRequest)
     services.check_model(body.model)
+    services.check_cache(body.cache)
     params = body.params(services.info.vocab_size, 16, DEFAULT_TEMPERATURE)
     lengths, caller = body.text_lengths(), caller_of(request)
     services.check_length(max(lengths, default=0), params.max_tokens, "prompt")
@@ -114,7 +116,7 @@ async def completions(request: AnyRequest) -> Response[Any] | Stream:
         for a in answers
     ]
     usage = usage_dict([answers[0].stats for answers in done], [a.stats for answers in done for a in answers[1:]])
-    return Response({**head, "choices": choices, "usage": usage})
+    return Response({**head, "choices": choices, "usage": usage, **certified_dict(prompts[0].cache)})
 
 
 def _prompt_logprobs(services: Services, params: SamplingParams, first: Answer) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def _chat_prompt(services: Services, body: ChatRequest, params: SamplingParams, 
     if any(not d.text.strip() for d in documents):
         raise ApiError("invalid_request", "documents: a text is empty", "documents")
     try:
-        return services.assembler(caller).chat(messages, documents, max_tokens=limit)
+        return body.caching(services.assembler(caller).chat(messages, documents, max_tokens=limit))
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "messages") from e
     except ValueError as e:
@@ -193,8 +195,8 @@ def _completion_prompts(
                 raise ApiError("invalid_request", f"prompt holds a token id outside 0..{vocab_size - 1}", "prompt")
             if len(given) > limit:
                 raise PromptTooLong(len(given), limit)
-            return [Prompt((Segment(tuple(given), scope=caller.scope),))]
-        return [services.assembler(caller).completion(text, max_tokens=limit) for text in given]
+            return [body.caching(Prompt((Segment(tuple(given), scope=caller.scope),)))]
+        return [body.caching(services.assembler(caller).completion(text, max_tokens=limit)) for text in given]
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "prompt") from e
     except ValueError as e:
@@ -212,7 +214,7 @@ async def _chat_events(
 
     for index in range(params.n):
         yield chunk(index, {"role": "assistant", "content": ""}, None)
-    totals = _Totals(params)
+    totals = _Totals(params, prompt.cache)
     try:
         async with aclosing(services.generate(prompt, params)) as outputs:
             async for out in outputs:
@@ -234,7 +236,7 @@ async def _chat_events(
 async def _completion_events(
     services: Services, prompt: Prompt, params: SamplingParams, head: dict[str, Any], wants_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    totals = _Totals(params)
+    totals = _Totals(params, prompt.cache)
     offsets = [0] * params.n
     try:
         async with aclosing(services.generate(prompt, params)) as outputs:
@@ -260,8 +262,8 @@ async def _completion_events(
 class _Totals:
     """What a stream says in its last chunk: usage over all continuations, and the prompt's log-probabilities."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
+    def __init__(self, params: SamplingParams, cache: CacheMode) -> None:
+        self._params, self._cache = params, cache
         self._stats: dict[int, RequestStats] = {}
         self._prompt: list[TokenLogprobs] = []
 
@@ -282,7 +284,7 @@ class _Totals:
         """
         if len(self._stats) < self._params.n:
             return {}
-        extra: dict[str, Any] = {} if wants_usage else {"usage": self.usage()}
+        extra: dict[str, Any] = certified_dict(self._cache) | ({} if wants_usage else {"usage": self.usage()})
         if self._params.prompt_logprobs is not None:
             extra["prompt_logprobs"] = prompt_logprobs(services.tokenizer, self._prompt)
         return extra

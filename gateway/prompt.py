@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from engine import SHARED_SCOPE, Segment, SegmentKind, Tokenizer
+from engine import SHARED_SCOPE, CacheMode, Segment, SegmentKind, Tokenizer
 
 DEFAULT_SYSTEM = (
     "You answer questions from the passages you are given. Answer in one or two sentences, in the language of the "
@@ -59,11 +59,20 @@ class Prompt(msgspec.Struct, frozen=True):
     """Passages in the prompt, in order; they are the segments of kind `passage`."""
     dropped: tuple[str, ...] = ()
     """Passages left out, since they did not fit."""
+    cache: CacheMode = CacheMode.AUTO
+    """What it may have of the KV of earlier prompts."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens over all segments."""
         return sum(len(s.token_ids) for s in self.segments)
+
+    def reordered(self, order: Sequence[int]) -> Prompt:
+        """The same with the passages of `passage_ids` in another order, given as indices into it."""
+        n, num = len(self.segments), len(order)
+        passages = self.segments[n - 1 - num : n - 1]
+        segments = (*self.segments[: n - 1 - num], *(passages[i] for i in order), self.segments[-1])
+        return msgspec.structs.replace(self, segments=segments, passage_ids=tuple(self.passage_ids[i] for i in order))
 
 
 class _Frame(msgspec.Struct, frozen=True):
@@ -183,7 +192,10 @@ class PromptAssembler:
         before, _, after = self.tokenizer.render_chat(marked).partition(mark)
         passages = [self._passage(d) for d in documents]
         tail = self._segment(after, SegmentKind.TAIL)
-        segments = (*self._message_segments(before), *passages, tail)
+        # A lone system message and what the template opens the user's turn with never differ between requests.
+        is_stable = bool(before) and all(m["role"] == "system" for m in messages[:at])
+        lone = (self._segment(before, SegmentKind.SYSTEM),) if is_stable else ()
+        segments = (*(lone or self._message_segments(before)), *passages, tail)
         return Prompt(segments, tuple(d.passage_id for d in documents))
 
     def _message_segments(self, rendered: str) -> tuple[Segment, ...]:

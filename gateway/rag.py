@@ -10,16 +10,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from engine import RequestStats, SamplingParams, Segment, SegmentKind
+from engine import BLOCK_SIZE, CacheMode, RequestStats, SamplingParams, Segment, SegmentKind
 from gateway.citations import Citation, cite
 from gateway.errors import ApiError
 from gateway.keys import Caller
+from gateway.order import PassageOrder
 from gateway.prompt import DEFAULT_SYSTEM, Message, PassageText, Prompt, PromptTooLong
 from gateway.retrieval_client import RetrievalDead
-from gateway.schemas import RagRequest
+from gateway.schemas import Order, RagRequest
 from gateway.services import Services
 from gateway.turns import assemble, search_stages, stage
-from gateway.usage import counts_dict, timings_dict, usage_dict
+from gateway.usage import certified_dict, counts_dict, timings_dict, usage_dict
 from retrieval import Hit, SearchRequest, SearchResult, StorageFailed, StoreUnavailable
 
 T = TypeVar("T")
@@ -66,11 +67,15 @@ class RagPipeline:
         self._services = services
         self._conversations: dict[str, OrderedDict[str, Conversation]] = {}
         """By tenant and id."""
+        self._orders = PassageOrder(0)
 
     async def prepare(self, request: RagRequest, caller: Caller) -> Prepared:
         """Everything before the first token. Raises `ApiError`."""
         s, started = self._services, time.perf_counter()
         s.check_model(request.model)
+        s.check_cache(request.cache)
+        if request.order is Order.CACHE and s.settings.engine.deterministic:
+            raise ApiError("unsupported_parameter", "order cache is not possible: deterministic is on", "order")
         params = request.params(s.info.vocab_size, s.settings.gateway.default_max_tokens, temperature=0.0)
         conversation_id, conversation = self._conversation(request, caller)
         num_chars = request.num_chars()
@@ -79,6 +84,8 @@ class RagPipeline:
         assembling = time.perf_counter()
         num_chars += sum(len(h.passage.text) for h in found.hits)
         prompt = await assemble(num_chars, lambda: self._assemble(request, found, params, conversation, caller))
+        prompt = request.caching(prompt)
+        prompt = self._order(request, prompt) if prompt.passage_ids else prompt
         timings = {
             "embed_ms": round(found.embed_ms, 2),
             "search_ms": round(found.search_ms, 2),
@@ -196,6 +203,19 @@ class RagPipeline:
         except PromptTooLong as e:
             raise self._services.too_long(e, params.max_tokens, "query") from e
 
+    def _order(self, r: RagRequest, prompt: Prompt) -> Prompt:
+        """The prompt with its passages along earlier orders, if that is asked for; the order is remembered."""
+        s, num = self._services, len(prompt.passage_ids)
+        head, passages = prompt.segments[: -1 - num], prompt.segments[-1 - num : -1]
+        if r.order is Order.CACHE:
+            prompt = prompt.reordered(self._orders.propose(head, passages, s.settings.gateway.max_passage_shift))
+        if prompt.cache is not CacheMode.OFF:
+            # What the engine's cache cannot hold is not worth following.
+            self._orders.max_tokens = s.info.num_blocks * BLOCK_SIZE
+            sent = prompt.segments[-1 - num : -1]
+            self._orders.record(head, sent, [len(p.token_ids) for p in sent])
+        return prompt
+
     def _final(
         self,
         p: Prepared,
@@ -218,6 +238,7 @@ class RagPipeline:
             "no_context": not p.hits,
             "dropped": list(p.prompt.dropped),
             "conversation_id": p.conversation_id,
+            **certified_dict(p.prompt.cache),
         }
 
 

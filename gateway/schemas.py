@@ -5,12 +5,14 @@ A field of OpenAI's API that would change the answer and is not supported is ref
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from engine import SamplingParams
+from engine import CacheMode, SamplingParams
 from gateway.errors import ApiError
+from gateway.prompt import Prompt
 from retrieval import DEFAULT_COLLECTION, SearchMode
 
 IGNORED = frozenset(
@@ -64,6 +66,9 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
+    cache: CacheMode | None = None
+    """`off` neither reads nor fills the prefix cache; `exact` does both; `linked` also reuses passages in other places,
+    approximately; `auto` is `exact` for now."""
 
     def params(self, vocab_size: int, max_tokens: int, temperature: float) -> SamplingParams:
         """Sampling parameters, with defaults for the two that differ by route.
@@ -82,6 +87,10 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             name, rest = str(e).split(" ", 1)
             raise ApiError("invalid_request", f"{names.get(name, name)} {rest}", names.get(name, name)) from e
         return params
+
+    def caching(self, prompt: Prompt) -> Prompt:
+        """The prompt, with what the request says about the cache."""
+        return msgspec.structs.replace(prompt, cache=self.cache or CacheMode.AUTO)
 
     def _rename(self, given: dict[str, Any]) -> dict[str, str]:
         """Turn a route's own fields into the engine's; returns how the client calls those, for errors."""
@@ -180,6 +189,15 @@ class HistoryMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
 
 
+class Order(StrEnum):
+    """How a prompt's passages are ordered."""
+
+    RELEVANCE = "relevance"
+    """The best first."""
+    CACHE = "cache"
+    """As in earlier prompts where that lets the cache be used, none far from its rank."""
+
+
 class RagRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /rag/query."""
 
@@ -196,6 +214,8 @@ class RagRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True
     rerank: bool | None = None
     """Let the reranker order what is found. Default: where there is one."""
     history: list[HistoryMessage] | None = None
+    order: Order = Order.RELEVANCE
+    """Of the passages in the prompt; `cache` follows earlier prompts, within `max_passage_shift`."""
     conversation_id: str | None = None
     """`new` begins a conversation that the server keeps; the reply names its id."""
     system: str | None = None

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from engine import (
+    CacheMode,
     EngineInfo,
     EngineRequest,
     FinishReason,
@@ -130,6 +131,15 @@ class Services:
         if name not in ("default", info.model, self.settings.engine.model):
             raise ApiError("model_not_found", f"the model {name!r} is not served here; served: {info.model}", "model")
 
+    def check_cache(self, cache: CacheMode | None) -> None:
+        """Raise `ApiError` where linked passages are asked for and forbidden, or not to be had."""
+        if cache is not CacheMode.LINKED:
+            return
+        if not self.settings.gateway.allow_linked:
+            raise ApiError("linked_forbidden", "cache linked is forbidden here: allow_linked is off", "cache")
+        if why := self.info.why_no_linking:
+            raise ApiError("unsupported_parameter", f"cache linked is not possible: {why}", "cache")
+
     def too_long(self, error: PromptTooLong, max_tokens: int, param: str) -> ApiError:
         """The answer to a prompt that does not fit."""
         limit = self.info.max_model_len
@@ -186,7 +196,7 @@ class Services:
     async def _run(
         self, prompt: Prompt, params: SamplingParams, ticket: Ticket, turn: Turn
     ) -> AsyncGenerator[RequestOutput, None]:
-        request = EngineRequest(uuid.uuid4().hex, prompt.segments, params)
+        request = EngineRequest(uuid.uuid4().hex, prompt.segments, params, cache=prompt.cache)
         ticket.engine_ids.append(request.request_id)
         clock = OutputClock(self.metrics, partial(self.admission.elapsed_s, ticket), turn.waited_s)
         async with aclosing(self.engine.generate(request)) as outputs:

@@ -95,6 +95,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Shares of tenants under load, as `acme=3,other=0.5`; a tenant that is not named has 1."""
     max_conversations: int = 1000
     """Conversations kept in memory for each tenant; the longest unused goes first."""
+    allow_linked: bool = True
+    """Let requests ask for linked passages (cache: linked), which are faster and approximate."""
+    max_passage_shift: int = 4
+    """Places that a passage may move from its relevance rank in the prompt of a request with order: cache."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     """debug, info (a line for each request), warning or error."""
     traces: Literal["off", "console", "otlp"] = "off"

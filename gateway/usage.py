@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine import RequestStats, TokenCounts
+from engine import CacheMode, RequestStats, TokenCounts
 
 
 def counts_dict(c: TokenCounts) -> dict[str, int]:
@@ -27,6 +27,11 @@ def usage_dict(stats: Sequence[RequestStats], siblings: Sequence[RequestStats] =
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": counts.cached, **counts_dict(counts)},
     }
+
+
+def certified_dict(cache: CacheMode) -> dict[str, bool]:
+    """What a reply says of an answer that may rest on linked passages: no certificate covers it. Else nothing."""
+    return {"certified": False} if cache is CacheMode.LINKED else {}
 
 
 def timings_dict(stats: RequestStats) -> dict[str, float]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kernels.batch import AttentionBatch, Sequence, flat_slots
-from kernels.reference import rotate_by
+from kernels.ops import rotate
 
 MAX_PADDING = 1.25
 """In a group of one-token sequences the longest has at most so many times the keys of the shortest."""
@@ -25,11 +25,12 @@ MAX_GROUP_KEYS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Where keys lie in the pool: one slot for each, and the rotary delta of each unless all are 0."""
+    """Where keys lie in the pool: one slot for each, and by what they are to be turned unless none is."""
 
     slots: torch.Tensor | slice
     """int64 [S], or a slice where the slots follow each other: then the pool is read in place."""
-    deltas: torch.Tensor | None
+    turn: tuple[torch.Tensor, torch.Tensor] | None
+    """Cosines and sines [S, head_dim / 2], float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,10 @@ class TorchAttention:
             return _Keys(where, None)
         if self._inv_freq is None:
             raise ValueError("a rotary delta needs inv_freq")
-        return _Keys(where, torch.from_numpy(deltas).to(self._device))
+        different, rows = np.unique(deltas, return_inverse=True)
+        angles = torch.outer(torch.from_numpy(different).double().to(self._device), self._inv_freq.double())
+        at = torch.from_numpy(rows).to(self._device)
+        return _Keys(where, (angles.cos().float()[at], angles.sin().float()[at]))
 
     def _ones(self, group: list[tuple[int, Sequence]]) -> _Ones:
         longest = group[-1][1].start + 1
@@ -147,9 +151,7 @@ class TorchAttention:
             k, v = k_flat[keys.slots], v_flat[keys.slots]
         else:
             k, v = k_flat.index_select(0, keys.slots), v_flat.index_select(0, keys.slots)
-        if keys.deltas is not None and self._inv_freq is not None:
-            k = rotate_by(k.float(), keys.deltas, self._inv_freq.float()).to(k.dtype)
-        return k, v
+        return (rotate(k, *keys.turn) if keys.turn is not None else k), v
 
     def _one_query_each(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None

@@ -18,13 +18,16 @@ from typing import Any
 
 import msgspec
 import torch
+from linked_oracle import Borrowed, Oracle, assert_tree_is_exact, borrowed_of
 from tiny_model import VOCAB, make_tiny_model
 
-from engine import LLM, EngineRequest, FinishReason, RequestOutput, SamplingParams, Segment, SegmentKind
+from engine import LLM, CacheMode, EngineRequest, FinishReason, RequestOutput, SamplingParams, Segment, SegmentKind
 from engine.sampler import sample
 from engine.step import ScheduledRequest
 
 LOGPROB_TOLERANCE = 2e-3
+Links = dict[tuple[str, int], list[tuple[int, list[Borrowed]]]]
+"""For each continuation the tokens it had, and what it borrowed, whenever it was started."""
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"temperature": float("nan")}, "temperature"),
     ({"top_p": 0.0}, "top_p"),
@@ -52,6 +55,7 @@ class Fuzz:
         self.model = str(model)
         self.rng = random.Random(seed)
         self.reference = LLM(self.model, dtype="float32", enable_prefix_caching=False, kv_cache_tokens=4096)
+        self.oracle = Oracle(model)
         self.outcome = Outcome()
         self.serial = 0
 
@@ -64,11 +68,13 @@ class Fuzz:
             "max_num_seqs": rng.choice([1, 2, 5, 16]),
             "enable_prefix_caching": rng.random() < 0.85,
             "pinned_tokens": rng.choice([0, 64, 512]),
+            "link_recompute_tokens": rng.choice([0, 16, 32]),
         }
         is_crowded = rng.random() < 0.5
         if is_crowded:
             settings |= {"kv_cache_tokens": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
         core = LLM(self.model, dtype="float32", **settings).core
+        links = self.watch(core.scheduler)
         library = [self.tokens(rng.randint(1, 50)) for _ in range(6)]
         sent: dict[str, EngineRequest] = {}
         outputs: dict[tuple[str, int], list[RequestOutput]] = {}
@@ -87,7 +93,8 @@ class Fuzz:
                 if refusal is None:
                     sent[request.request_id] = request
                 else:
-                    assert "KV blocks" in refusal or "max_model_len" in refusal, refusal
+                    known = ("KV blocks", "max_model_len", "enable_prefix_caching is off")
+                    assert any(k in refusal for k in known), refusal
                     self.outcome.counts["refused"] += 1
             if rng.random() < 0.03:
                 self.hostile(core, library)
@@ -101,7 +108,10 @@ class Fuzz:
         self.outcome.counts["preemptions"] += core.stats().num_preemptions
         self.outcome.counts["cached tokens"] += core.stats().prefix_tokens
         for (request_id, _), outs in outputs.items():
-            self.verify(sent[request_id], outs, settings)
+            if sent[request_id].cache is CacheMode.LINKED:
+                self.verify_linked(sent[request_id], outs, links, settings)
+            else:
+                self.verify(sent[request_id], outs, settings)
         assert {i for i, _ in outputs} == set(sent), "a request never ended"
 
     def drain(self, core: Any, take: Any) -> None:
@@ -119,11 +129,30 @@ class Fuzz:
         assert not core._outputs._streams, "a text stream leaked"
         assert not core.cache._announced, "an announcement leaked"
         self.outcome.counts["worlds"] += 1
+        self.outcome.counts["exact blocks"] += assert_tree_is_exact(core, self.oracle)
+        self.outcome.counts["linked tokens"] += core.stats().linked_tokens
+        self.outcome.counts["compiled passages"] += core.stats().num_compiled_passages
+
+    def watch(self, scheduler: Any) -> Links:
+        """What each continuation borrowed, each time that it was started."""
+        links: Links = {}
+        real = scheduler._cache.announce
+
+        def announce(allocation: Any, num_tokens: int) -> None:
+            (request,) = (r for r in scheduler._running if r.allocation is allocation)
+            if not request.is_compile:
+                of_one = links.setdefault((request.request_id, request.index), [])
+                of_one.append((request.num_output_tokens, borrowed_of(request)))
+            real(allocation, num_tokens)
+
+        scheduler._cache.announce = announce
+        return links
 
     def hostile(self, core: Any, library: list[tuple[int, ...]]) -> None:
         """What must be refused by name, and change nothing."""
         params, name = self.rng.choice(HOSTILE)
-        request = msgspec.structs.replace(self.request(library), params=SamplingParams(**params))
+        changes = {"params": SamplingParams(**params), "cache": CacheMode.AUTO}
+        request = msgspec.structs.replace(self.request(library), **changes)
         bad_prompt = (Segment((VOCAB + 5,)),)
         for bad, word in (
             (request, name),
@@ -148,7 +177,15 @@ class Fuzz:
             segments.append(Segment(tokens, kind, scope if i else rng.choice(["shared", scope])))
             scope = scope if segments[-1].scope == "shared" else segments[-1].scope
         self.serial += 1
-        return EngineRequest(f"r{self.serial}", tuple(segments), self.params(), rng.choice([0, 0, 0, -2, 5]))
+        cache, priority = rng.choice([*CacheMode, CacheMode.LINKED]), rng.choice([0, 0, 0, -2, 5])
+        if cache is CacheMode.LINKED:
+            first = Segment(rng.choice(library[:2]), SegmentKind.SYSTEM)
+            segments = [first, *segments, Segment(rng.choice(library), SegmentKind.PASSAGE, scope)]
+            segments.append(Segment(self.tokens(rng.randint(1, 20)), SegmentKind.TAIL, scope))
+            made = {"max_tokens": rng.choice([1, 5, 30]), "n": rng.choice([1, 1, 2])}
+            params = SamplingParams(temperature=0.0, ignore_eos=True, **made)
+            return EngineRequest(f"r{self.serial}", tuple(segments), params, priority, cache)
+        return EngineRequest(f"r{self.serial}", tuple(segments), self.params(), priority, cache)
 
     def params(self) -> SamplingParams:
         rng = self.rng
@@ -185,6 +222,9 @@ class Fuzz:
         assert last.finish_reason is not None, "no end"
         assert all(o.finish_reason is None for o in outs[:-1]), "an output after the end"
         assert last.finish_reason is not FinishReason.ERROR, last.error
+        if request.cache is CacheMode.OFF:
+            assert last.stats is not None
+            assert last.stats.counts.cached == 0, "a request with the cache off was given cached tokens"
         index = last.index
         expected = self.reference.generate(request.segments, request.params)[index]
         self.outcome.counts["answers"] += 1
@@ -207,6 +247,26 @@ class Fuzz:
         near = all(abs(a.logprob - b.logprob) < LOGPROB_TOLERANCE and a.token_id == b.token_id for a, b in pairs)
         if not same or not near:
             self.outcome.wrong.append(f"{request} {settings}: {text!r} is not {expected.text!r}, or its logprobs")
+
+    def verify_linked(
+        self, request: EngineRequest, outs: list[RequestOutput], links: Links, settings: dict[str, Any]
+    ) -> None:
+        """A greedy continuation against the oracle, which borrows the same passages."""
+        last = outs[-1]
+        assert last.finish_reason is not FinishReason.ERROR, last.error
+        prompt = [t for s in request.segments for t in s.token_ids]
+        got = [t for o in outs for t in o.token_ids]
+        assert last.finish_reason is FinishReason.ABORT or len(got) >= min(request.params.max_tokens, 5), last
+        starts = links.get((request.request_id, last.index), [])
+        ends = [*(n for n, _ in starts[1:]), len(got)]
+        for (first, borrowed), end in zip(starts, ends[: len(starts)], strict=True):
+            if first == end:
+                continue
+            logits = self.oracle.logits(prompt + got, borrowed)[len(prompt) + first - 1 : len(prompt) + end - 1]
+            lost = logits.max(-1).values - logits[torch.arange(end - first), torch.tensor(got[first:end])]
+            if not lost.max() < 1e-3:
+                self.outcome.wrong.append(f"{request} {settings}: {got} loses {lost.max()} of a logit, {borrowed}")
+        self.outcome.counts["linked answers"] += 1
 
     def is_close_call(self, request: EngineRequest, before: list[int], index: int, got: int) -> bool:
         """Whether logits that differ by rounding only would give the other token."""

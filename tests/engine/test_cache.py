@@ -103,6 +103,58 @@ def test_eviction_takes_the_least_recently_released_from_its_end() -> None:
     assert tree.match([b"a", b"b"])[0] == [0]
 
 
+def use(tree: RadixCache, keys: list[bytes], first: int = 0) -> list[int]:
+    """Find or store a path and let it go; returns its blocks."""
+    found, node = tree.match(keys)
+    tree.lock(node)
+    blocks, node = tree.insert(node, keys[len(found) :], list(range(first, first + len(keys) - len(found))))
+    tree.unlock(node)
+    tree.check_integrity()
+    return found + blocks
+
+
+def test_what_is_used_often_outlives_what_passes_by_once() -> None:
+    tree = RadixCache()
+    for _ in range(3):
+        use(tree, [b"often"], 0)
+    for i in range(1, 6):
+        use(tree, [b"once %d" % i], i)
+    assert tree.evict(3) == [1, 2, 3]
+    assert tree.match([b"often"])[0] == [0]
+
+
+def test_what_was_used_often_long_ago_gives_way() -> None:
+    tree = RadixCache()
+    for _ in range(3):
+        use(tree, [b"long ago"], 0)
+    for i in range(1, 9):
+        for _ in range(2):
+            use(tree, [b"lately %d" % i], i)
+        if len(list(tree.nodes())) > 3:
+            tree.evict(1)
+    assert tree.match([b"long ago"])[0] == []
+
+
+def test_the_uses_of_what_was_evicted_are_remembered() -> None:
+    tree = RadixCache()
+    for _ in range(3):
+        use(tree, [b"a"], 0)
+    assert tree.evict(1) == [0]
+    use(tree, [b"a"], 0)
+    for i in (1, 2):
+        use(tree, [b"b%d" % i], i)
+    assert tree.evict(2) == [1, 2]
+
+
+def test_a_look_that_leads_to_nothing_is_no_use() -> None:
+    cache = CacheManager(8)
+    run_to_end(cache, *make_layout(20, 5))
+    layout, tokens = make_layout(20, 5)
+    for _ in range(9):
+        cache.close(cache.open(layout, tokens)[0])
+    assert [n.num_uses for n in cache._tree.nodes()] == [1]
+
+
 def run_to_end(cache: CacheManager, layout: BlockLayout, tokens: list[int]) -> int:
     """Open, compute all, close; returns the cached tokens."""
     allocation, cached = cache.open(layout, tokens)

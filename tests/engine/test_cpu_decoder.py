@@ -185,6 +185,27 @@ def test_blocks_that_were_moved_are_turned() -> None:
         assert (run(model, decoder, pool, [still]) - expected).abs().max() > 1e-3, "the deltas changed nothing"
 
 
+def test_stretches_of_one_sequence_may_stand_in_one_step() -> None:
+    """New tokens in the middle and at the end of a sequence, the later ones attending to the earlier, between turned blocks."""
+    model, pool, decoder = make_model(6, 2, 64, None, torch.float32)
+    run(model, None, pool, [table(0, [16, 16, 4], 36)])
+    middle, end = table(0, [16, 16, 4, 16], 16), table(0, [16, 16, 4, 16, 16, 7, 13], 13)
+    run(model, None, pool, [middle])
+    run(model, None, pool, [table(0, [16, 16, 4, 16, 16, 7], 23)])
+    for s in (middle, end):
+        s.block_deltas[:2] = (5, -3)
+    end.block_deltas[4:6] = (40, 40)
+    k, v = pool.k.clone(), pool.v.clone()
+    apart = torch.cat([run(model, None, pool, [s]) for s in (middle, end)])
+    for layers in (None, decoder):
+        pool.k.copy_(k)
+        pool.v.copy_(v)
+        for changed in (pool.k, pool.v):
+            changed.view(2, -1, 2, 64)[:, slots_of(middle)] = float("nan")
+        together = run(model, layers, pool, [middle, end])
+        torch.testing.assert_close(together, apart, rtol=1e-4, atol=2e-5)
+
+
 def test_an_int8_pool_changes_little() -> None:
     steps = [[table(0, [16, 16, 4], 36)], [table(0, [16, 16, 5], 1)]]
     exact, rounded = (

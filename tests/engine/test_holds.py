@@ -90,7 +90,8 @@ def test_random_work_leaks_nothing_and_says_nothing_wrong(tiny: Path) -> None:
         fuzz.world()
     assert not fuzz.outcome.wrong
     counts = fuzz.outcome.counts
-    assert min(counts[k] for k in ("answers", "preemptions", "cached tokens", "aborted", "hostile", "refused")) > 0
+    seen = ("answers", "preemptions", "cached tokens", "aborted", "hostile", "refused")
+    assert min(counts[k] for k in (*seen, "linked answers", "linked tokens", "exact blocks")) > 0
     assert counts["close calls"] <= 2
 
 

@@ -103,6 +103,9 @@ def test_documents_stand_before_the_last_user_text(assembler: PromptAssembler, t
     text = text_of(tokenizer, prompt)
     assert text.index("Old") < text.index("Passage 0") < text.index("Passage 1") < text.index("New?")
     assert [s.kind for s in prompt.segments].count(SegmentKind.PASSAGE) == 2
+    first = assembler.chat([{"role": "system", "content": "S"}, messages[0]], PASSAGES[:2], max_tokens=999)
+    kinds = [s.kind.value for s in first.segments]
+    assert kinds == ["system", "passage", "passage", "tail"], "what opens the user's turn belongs to the stable part"
     with pytest.raises(ValueError, match="user message"):
         assembler.chat([{"role": "system", "content": "S"}], PASSAGES[:1], max_tokens=999)
 
