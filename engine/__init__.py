@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engine.api import (
     BLOCK_SIZE,
     SHARED_SCOPE,
+    CacheMode,
     EngineInfo,
     EngineRequest,
     EngineStats,
@@ -42,6 +43,7 @@ __all__ = [
     "Abort",
     "Add",
     "AskStats",
+    "CacheMode",
     "EngineConfig",
     "EngineInfo",
     "EngineRequest",

@@ -43,6 +43,17 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class CacheMode(StrEnum):
+    """What a request may have of the KV of earlier ones."""
+
+    AUTO = "auto"
+    """Whatever gives the exact answer fastest: for now `exact`."""
+    EXACT = "exact"
+    """The longest exact prefix is reused, and what is computed may be reused."""
+    OFF = "off"
+    """Nothing is looked up and nothing is left behind: all is computed, in blocks that are freed at the end."""
+
+
 class Segment(msgspec.Struct, frozen=True):
     """One piece of a prompt. Each segment starts on a fresh KV block, so that a finished one is shared whole."""
 
@@ -164,6 +175,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     params: SamplingParams = SamplingParams()
     priority: int = 0
     """-8 to 8; lower goes first. One level is worth 30 s of waiting, so a low priority delays but never starves."""
+    cache: CacheMode = CacheMode.AUTO
 
     @property
     def num_prompt_tokens(self) -> int:

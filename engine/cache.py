@@ -26,6 +26,8 @@ class Allocation:
     """Locked handle on the last shared block."""
     capacity: int = 0
     """Tokens that its blocks have room for."""
+    is_private: bool = False
+    """Whether none of its blocks is ever shared."""
     announced: range = range(0)
     """Blocks it is about to compute and share, so that others can wait for them."""
 
@@ -79,25 +81,28 @@ class CacheManager:
         """Blocks that could be reserved now: free or evictable."""
         return self._allocator.num_free + self._tree.num_evictable
 
-    def open(self, layout: BlockLayout, token_ids: Sequence[int], *, reads: bool = True) -> tuple[Allocation, int]:
+    def open(
+        self, layout: BlockLayout, token_ids: Sequence[int], *, reads: bool = True, is_private: bool = False
+    ) -> tuple[Allocation, int]:
         """Start a request: lock the longest cached prefix and return it with the number of tokens it covers.
 
         The match is shorter than the sequence (I3), since its last token must be computed to give logits. A system
-        segment that is found is pinned: it has been used twice. With `reads` off nothing is looked up.
+        segment that is found is pinned: it has been used twice. With `reads` off nothing is looked up; where it
+        `is_private`, nothing is shared later either.
         """
-        last = layout.num_sealed(len(token_ids) - 1) if self._enabled and reads else 0
+        last = layout.num_sealed(len(token_ids) - 1) if self._enabled and reads and not is_private else 0
         blocks, node = self._tree.match(layout.make_keys(token_ids, last, self._scope_ids))
         self._tree.lock(node)
         if self._pin_budget and 0 < layout.num_system_blocks <= len(blocks):
             self._tree.pin(node, len(blocks), layout.num_system_blocks, self._pin_budget)
         num_cached = layout.ends[len(blocks) - 1] if blocks else 0
-        allocation = Allocation(layout, IntColumn(blocks), len(blocks), node, num_cached)
+        allocation = Allocation(layout, IntColumn(blocks), len(blocks), node, num_cached, is_private)
         self._live.add(allocation)
         return allocation, num_cached
 
     def announce(self, allocation: Allocation, num_tokens: int) -> None:
         """Say that the request will compute and share its sealed blocks below `num_tokens`, its known tokens."""
-        if not self._enabled:
+        if not self._enabled or allocation.is_private:
             return
         last = min(allocation.layout.num_sealed(num_tokens), len(allocation.layout.paths))
         allocation.announced = range(allocation.num_shared, last)
@@ -136,7 +141,7 @@ class CacheManager:
         own is freed.
         """
         first, ends = allocation.num_shared, allocation.layout.ends
-        if not self._enabled or num_computed < ends[min(first, len(ends) - 1)]:
+        if not self._enabled or allocation.is_private or num_computed < ends[min(first, len(ends) - 1)]:
             return
         last = allocation.layout.num_sealed(num_computed)
         if last <= first:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.api import (
+    CacheMode,
     EngineRequest,
     FinishReason,
     RequestOutput,
@@ -50,7 +51,10 @@ class LLM:
         self._ids = count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache: CacheMode = CacheMode.AUTO,
     ) -> list[Completion]:
         """Continue prompts, all at once; each is text, token ids, or a list of segments.
 
@@ -62,7 +66,7 @@ class LLM:
         wanted: dict[tuple[str, int], list[RequestOutput]] = {}
         try:
             for prompt, p in zip(batch, each, strict=True):
-                request = self.request(prompt, p)
+                request = self.request(prompt, p, cache)
                 self.core.add(request)
                 wanted |= {(request.request_id, i): [] for i in range(p.n)}
         except ValueError:
@@ -71,9 +75,9 @@ class LLM:
             raise
         return self._run(wanted)
 
-    def request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
+    def request(self, prompt: Prompt, params: SamplingParams, cache: CacheMode = CacheMode.AUTO) -> EngineRequest:
         """A prompt as `EngineCore.add` takes it, with an id of its own."""
-        return EngineRequest(f"llm-{next(self._ids)}", self._segments(prompt), params)
+        return EngineRequest(f"llm-{next(self._ids)}", self._segments(prompt), params, cache=cache)
 
     def _run(self, wanted: dict[tuple[str, int], list[RequestOutput]]) -> list[Completion]:
         running = len(wanted)

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
-from engine.api import EngineRequest, FinishReason
-from engine.cache import CacheManager
+from engine.api import CacheMode, EngineRequest, FinishReason
+from engine.cache import Allocation, CacheManager
 from engine.record import make_record
 from engine.request import Request, check_source
 from engine.step import ScheduledRequest, SchedulerOutput, StepResult, TokenEvent
@@ -287,9 +287,8 @@ class Scheduler:
             if self._waits_for_blocks(request):
                 at += 1
                 continue
-            reads = not request.wants_prompt_logprobs
-            allocation, num_cached = self._cache.open(request.layout, request.token_ids, reads=reads)
-            leader = self._cache.in_flight(allocation) if reads else None
+            allocation, num_cached = self._open(request)
+            leader = None if request.wants_prompt_logprobs else self._cache.in_flight(allocation)
             if leader is not None and self._ranks_before(leader, request):
                 request.leader = (leader, allocation.num_shared)
                 self._cache.close(allocation)
@@ -309,6 +308,11 @@ class Scheduler:
             chosen[request] = min(missing, budget)
             budget -= chosen[request]
         return budget
+
+    def _open(self, request: Request) -> tuple[Allocation, int]:
+        """Look up what the request may reuse: its allocation, and the tokens that need no computing."""
+        reads, is_private = not request.wants_prompt_logprobs, request.source.cache is CacheMode.OFF
+        return self._cache.open(request.layout, request.token_ids, reads=reads, is_private=is_private)
 
     def _waits_for_blocks(self, request: Request) -> bool:
         """Whether the blocks that it waits for are still being computed."""

@@ -162,7 +162,7 @@ def _chat_prompt(services: Services, body: ChatRequest, params: SamplingParams) 
     if any(not d.text.strip() for d in documents):
         raise ApiError("invalid_request", "documents: a text is empty", "documents")
     try:
-        return services.assembler.chat(messages, documents, max_tokens=limit)
+        return body.caching(services.assembler.chat(messages, documents, max_tokens=limit))
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "messages") from e
     except ValueError as e:
@@ -181,8 +181,8 @@ def _completion_prompts(services: Services, body: CompletionRequest, params: Sam
                 raise ApiError("invalid_request", f"prompt holds a token id outside 0..{vocab_size - 1}", "prompt")
             if len(given) > limit:
                 raise PromptTooLong(len(given), limit)
-            return [Prompt((Segment(tuple(given)),))]
-        return [services.assembler.completion(text, max_tokens=limit) for text in given]
+            return [body.caching(Prompt((Segment(tuple(given)),)))]
+        return [body.caching(services.assembler.completion(text, max_tokens=limit)) for text in given]
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "prompt") from e
     except ValueError as e:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from engine import SHARED_SCOPE, Segment, SegmentKind, Tokenizer
+from engine import SHARED_SCOPE, CacheMode, Segment, SegmentKind, Tokenizer
 
 DEFAULT_SYSTEM = (
     "You answer questions from the passages you are given. Answer in one or two sentences, in the language of the "
@@ -58,6 +58,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """Passages in the prompt, in order; they are the segments of kind `passage`."""
     dropped: tuple[str, ...] = ()
     """Passages left out, since they did not fit."""
+    cache: CacheMode = CacheMode.AUTO
+    """What it may have of the KV of earlier prompts."""
 
     @property
     def num_tokens(self) -> int:

@@ -65,7 +65,7 @@ class RagPipeline:
         conversation_id, conversation = self._conversation(request)
         found = await self._search(request)
         assembling = time.perf_counter()
-        prompt = self._assemble(request, found, params, conversation)
+        prompt = request.caching(self._assemble(request, found, params, conversation))
         timings = {
             "embed_ms": round(found.embed_ms, 2),
             "search_ms": round(found.search_ms, 2),

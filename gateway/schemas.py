@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from engine import SamplingParams
+from engine import CacheMode, SamplingParams
 from gateway.errors import ApiError
+from gateway.prompt import Prompt
 from retrieval import DEFAULT_COLLECTION, SearchMode
 
 IGNORED = frozenset(
@@ -64,6 +65,8 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
+    cache: CacheMode | None = None
+    """`off` neither reads nor fills the prefix cache; `exact` does both; `auto` is `exact` for now."""
 
     def params(self, vocab_size: int, max_tokens: int, temperature: float) -> SamplingParams:
         """Sampling parameters, with defaults for the two that differ by route.
@@ -82,6 +85,10 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             name, rest = str(e).split(" ", 1)
             raise ApiError("invalid_request", f"{names.get(name, name)} {rest}", names.get(name, name)) from e
         return params
+
+    def caching(self, prompt: Prompt) -> Prompt:
+        """The prompt, with what the request says about the cache."""
+        return msgspec.structs.replace(prompt, cache=self.cache or CacheMode.AUTO)
 
     def _rename(self, given: dict[str, Any]) -> dict[str, str]:
         """Turn a route's own fields into the engine's; returns how the client calls those, for errors."""

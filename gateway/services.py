@@ -87,7 +87,7 @@ class Services:
 
     async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of the engine; closing the generator aborts. Raises `ApiError` where the request or engine fails."""
-        request = EngineRequest(uuid.uuid4().hex, prompt.segments, params)
+        request = EngineRequest(uuid.uuid4().hex, prompt.segments, params, cache=prompt.cache)
         started, first = time.perf_counter(), dict[int, float]()
         try:
             async with aclosing(self.engine.generate(request)) as outputs:

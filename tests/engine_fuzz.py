@@ -20,7 +20,7 @@ import msgspec
 import torch
 from tiny_model import VOCAB, make_tiny_model
 
-from engine import LLM, EngineRequest, FinishReason, RequestOutput, SamplingParams, Segment, SegmentKind
+from engine import LLM, CacheMode, EngineRequest, FinishReason, RequestOutput, SamplingParams, Segment, SegmentKind
 from engine.sampler import sample
 from engine.step import ScheduledRequest
 
@@ -148,7 +148,8 @@ class Fuzz:
             segments.append(Segment(tokens, kind, scope if i else rng.choice(["shared", scope])))
             scope = scope if segments[-1].scope == "shared" else segments[-1].scope
         self.serial += 1
-        return EngineRequest(f"r{self.serial}", tuple(segments), self.params(), rng.choice([0, 0, 0, -2, 5]))
+        cache = rng.choice([CacheMode.AUTO, CacheMode.EXACT, CacheMode.OFF])
+        return EngineRequest(f"r{self.serial}", tuple(segments), self.params(), rng.choice([0, 0, 0, -2, 5]), cache)
 
     def params(self) -> SamplingParams:
         rng = self.rng
@@ -185,6 +186,9 @@ class Fuzz:
         assert last.finish_reason is not None, "no end"
         assert all(o.finish_reason is None for o in outs[:-1]), "an output after the end"
         assert last.finish_reason is not FinishReason.ERROR, last.error
+        if request.cache is CacheMode.OFF:
+            assert last.stats is not None
+            assert last.stats.counts.cached == 0, "a request with the cache off was given cached tokens"
         index = last.index
         expected = self.reference.generate(request.segments, request.params)[index]
         self.outcome.counts["answers"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -64,6 +65,19 @@ class Server:
         code = self.process.wait(40)
         self.log.close()
         return code
+
+
+def read_events(reply: httpx.Response) -> list[tuple[str, Any]]:
+    """SSE events as (name, data)."""
+    out, name = [], ""
+    for line in reply.text.splitlines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            raw = line.removeprefix("data: ")
+            out.append((name, raw if raw == "[DONE]" else json.loads(raw)))
+            name = ""
+    return out
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:

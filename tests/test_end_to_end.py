@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_process import Server, wait_for
+from server_process import Server, read_events, wait_for
 
 from engine import load_tokenizer
 
@@ -60,19 +60,6 @@ def chat_body(text: str = "Hi.", **extra: Any) -> dict[str, Any]:
         "temperature": 0,
         **extra,
     }
-
-
-def read_events(reply: httpx.Response) -> list[tuple[str, Any]]:
-    """SSE events as (name, data)."""
-    out, name = [], ""
-    for line in reply.text.splitlines():
-        if line.startswith("event: "):
-            name = line.removeprefix("event: ")
-        elif line.startswith("data: "):
-            raw = line.removeprefix("data: ")
-            out.append((name, raw if raw == "[DONE]" else json.loads(raw)))
-            name = ""
-    return out
 
 
 def test_a_question_is_answered_from_the_right_passage_with_a_citation(server: Server) -> None:

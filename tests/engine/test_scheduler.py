@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.api import EngineRequest, FinishReason, SamplingParams, Segment
+from engine.api import CacheMode, EngineRequest, FinishReason, SamplingParams, Segment
 from engine.cache import CacheManager
 from engine.request import Request
 from engine.scheduler import MAX_TRIES, Scheduler
@@ -31,10 +31,18 @@ class World:
         )
 
     def add(
-        self, name: str, num: int, max_tokens: int = 4, first: int = 100, priority: int = 0, **params: object
+        self,
+        name: str,
+        num: int,
+        max_tokens: int = 4,
+        first: int = 100,
+        priority: int = 0,
+        cache: CacheMode = CacheMode.AUTO,
+        **params: object,
     ) -> list[Request]:
         tokens = tuple(range(first, first + num))
-        source = EngineRequest(name, (Segment(tokens),), SamplingParams(max_tokens=max_tokens, **params), priority)
+        sampling = SamplingParams(max_tokens=max_tokens, **params)
+        source = EngineRequest(name, (Segment(tokens),), sampling, priority, cache)
         added = self.scheduler.add(source)
         self.names |= {r.key: name if len(added) == 1 else f"{name}{r.index}" for r in added}
         return added
@@ -298,3 +306,43 @@ def test_statistics_say_what_each_segment_cost() -> None:
     stats = request.stats()
     assert [(s.prefix, s.computed) for s in stats.segments] == [(20, 0), (3, 0), (0, 2)]
     assert (stats.counts.prefix, stats.counts.computed, stats.counts.cached) == (23, 2, 23)
+
+
+def test_with_the_cache_off_nothing_is_found_and_nothing_is_left_behind() -> None:
+    w = World()
+    w.add("off", 40, max_tokens=20, cache=CacheMode.OFF, ignore_eos=True)
+    w.run()
+    assert w.cache.counts().free == w.cache.num_blocks
+    w.add("exact", 40, max_tokens=1, cache=CacheMode.EXACT)
+    assert w.step() == [("exact", 0, 32)]
+    w.run()
+    w.add("off again", 40, max_tokens=1, cache=CacheMode.OFF)
+    assert w.step() == [("off again", 0, 32)]
+    w.run()
+    assert w.scheduler.counters.prefix_tokens == 0
+    w.add("auto", 40, max_tokens=1)
+    assert w.step() == [("auto", 32, 8)]
+
+
+def test_nobody_waits_for_blocks_that_will_not_be_shared_and_off_waits_for_nobody() -> None:
+    w = World(budget=64)
+    w.add("off", 60, max_tokens=1, cache=CacheMode.OFF)
+    w.add("exact", 60, max_tokens=1)
+    w.add("also off", 60, max_tokens=1, cache=CacheMode.OFF)
+    assert w.step() == [("off", 0, 60), ("exact", 0, 4)]
+    assert w.step() == [("exact", 4, 56), ("also off", 0, 8)]
+    w.run()
+
+
+def test_with_the_cache_off_a_preempted_request_computes_all_again_and_frees_all() -> None:
+    w = World(num_blocks=5)
+    w.add("old", 20, max_tokens=44, ignore_eos=True, cache=CacheMode.OFF)
+    (new,) = w.add("new", 20, max_tokens=44, ignore_eos=True, first=1000, cache=CacheMode.OFF)
+    w.run()
+    assert new.num_preemptions >= 1
+    assert new.num_recomputed_tokens >= 20
+    assert (new.finish_reason, new.num_output_tokens) == (FinishReason.LENGTH, 44)
+    assert w.cache.counts().free == w.cache.num_blocks
+    w.add("later", 20, max_tokens=1, first=1000)
+    w.step()
+    assert w.scheduler.counters.prefix_tokens == 0
