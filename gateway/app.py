@@ -16,9 +16,11 @@ from litestar.enums import ScopeType
 from litestar.exceptions import HTTPException
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.embeddings import embeddings
 from gateway.engine_client import EngineDead
 from gateway.errors import ApiError, on_api_error, on_http_error, on_unexpected
-from gateway.openai_routes import chat_completions, completions, list_models, services_of
+from gateway.model_list import get_model, list_models
+from gateway.openai_routes import chat_completions, completions, services_of
 from gateway.openapi import openapi_document
 from gateway.rag import RagPipeline
 from gateway.rag_routes import (
@@ -112,7 +114,7 @@ def make_app(services: Services, on_fatal: Callable[[str], None] | None = None) 
             *(health_live, health_ready, metrics, openapi_json, docs_page, home_page),
             *(rag_query, add_documents, list_documents, get_document, delete_document, get_job),
             *(retry_job, list_collections),
-            *(chat_completions, completions, list_models),
+            *(chat_completions, completions, embeddings, list_models, get_model),
         ],
         on_startup=[startup],
         on_shutdown=[shutdown],

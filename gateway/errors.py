@@ -15,9 +15,9 @@ T = TypeVar("T")
 CODES: dict[str, tuple[int, str]] = {
     "invalid_request": (400, "a field is missing, unknown, of the wrong type or out of range"),
     "unsupported_parameter": (400, "a field of OpenAI's API that would change the answer and is not supported"),
-    "context_length_exceeded": (400, "the prompt is longer than the model's context"),
+    "context_length_exceeded": (400, "the prompt is longer than the model's context, or a text than the embedder's"),
     "not_found": (404, "no such path, document, job or conversation"),
-    "model_not_found": (404, "`model` is neither `default` nor the served name"),
+    "model_not_found": (404, "`model` is neither `default` nor a served name"),
     "method_not_allowed": (405, "the path exists, but not for this method"),
     "conversation_busy": (409, "the conversation's last question is still being answered"),
     "request_too_large": (413, "the body is larger than `max_body_bytes`"),

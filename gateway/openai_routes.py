@@ -1,4 +1,4 @@
-"""OpenAI-compatible routes: chat completions, completions, models."""
+"""OpenAI-compatible routes: chat completions and completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from litestar import Request, Response, get, post
+from litestar import Request, Response, post
 from litestar.response import Stream
 
 from engine import RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
@@ -114,15 +114,6 @@ def _prompt_logprobs(services: Services, params: SamplingParams, first: Answer) 
     if params.prompt_logprobs is None:
         return {}
     return {"prompt_logprobs": prompt_logprobs(services.tokenizer, first.prompt_logprobs)}
-
-
-@get("/v1/models")
-async def list_models(request: AnyRequest) -> dict[str, Any]:
-    """The model that is served; `default` always means it."""
-    info = services_of(request).info
-    names = (info.model, "default")
-    rows = [{"id": n, "object": "model", "created": 0, "owned_by": "foreword"} for n in names]
-    return {"object": "list", "data": [{**r, "max_model_len": info.max_model_len} for r in rows]}
 
 
 async def collect(services: Services, prompt: Prompt, params: SamplingParams) -> list[Answer]:

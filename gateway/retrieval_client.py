@@ -17,6 +17,8 @@ from retrieval import (
     Call,
     Document,
     DocumentsRequest,
+    Embeddings,
+    EmbedRequest,
     Failed,
     FromWorker,
     IngestRequest,
@@ -89,6 +91,11 @@ class RetrievalClient:
         """Best passages for a question."""
         result: SearchResult = await self._call("search", request)
         return result
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """Vectors of a few texts: searches wait meanwhile."""
+        embeddings: Embeddings = await self._call("embed", request)
+        return embeddings
 
     async def ingest(self, request: IngestRequest) -> Job:
         """Start a job and return it as it begins."""

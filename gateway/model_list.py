@@ -1,0 +1,41 @@
+"""GET /v1/models: what is served, by the names that requests may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request, get
+
+from gateway.embeddings import embedder_name
+from gateway.errors import ApiError
+from gateway.openai_routes import services_of
+from gateway.services import Services
+
+AnyRequest = Request[Any, Any, Any]
+
+
+@get("/v1/models")
+async def list_models(request: AnyRequest) -> dict[str, Any]:
+    """The model, which `default` means too, and the embedder."""
+    return {"object": "list", "data": await _models(services_of(request))}
+
+
+@get("/v1/models/{model:str}")
+async def get_model(request: AnyRequest, model: str) -> dict[str, Any]:
+    """One of them."""
+    rows = await _models(services_of(request))
+    found = next((row for row in rows if row["id"] == model), None)
+    if found is None:
+        served = ", ".join(row["id"] for row in rows)[:500]
+        raise ApiError("model_not_found", f"the model {model[:80]!r} is not served here; served: {served}", "model")
+    return found
+
+
+async def _models(services: Services) -> list[dict[str, Any]]:
+    info = services.info
+    chat = [_model(name, "generation", max_model_len=info.max_model_len) for name in (info.model, "default")]
+    return [*chat, _model(embedder_name(services.settings.gateway.embedder), "embedding")]
+
+
+def _model(name: str, task: str, **extra: Any) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "foreword", "task": task, **extra}
