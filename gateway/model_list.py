@@ -6,9 +6,11 @@ from typing import Any
 
 from litestar import Request, get
 
+from gateway.chat_rag import MODEL_PREFIX
 from gateway.embeddings import embedder_name
 from gateway.errors import ApiError
 from gateway.openai_routes import services_of
+from gateway.rag import guarded
 from gateway.services import Services
 
 AnyRequest = Request[Any, Any, Any]
@@ -16,7 +18,7 @@ AnyRequest = Request[Any, Any, Any]
 
 @get("/v1/models")
 async def list_models(request: AnyRequest) -> dict[str, Any]:
-    """The model, which `default` means too, and the embedder."""
+    """The model, which `default` means too, the same over each collection, and the embedder."""
     return {"object": "list", "data": await _models(services_of(request))}
 
 
@@ -33,8 +35,10 @@ async def get_model(request: AnyRequest, model: str) -> dict[str, Any]:
 
 async def _models(services: Services) -> list[dict[str, Any]]:
     info = services.info
+    collections = await guarded(services.retrieval.collections())
     chat = [_model(name, "generation", max_model_len=info.max_model_len) for name in (info.model, "default")]
-    return [*chat, _model(embedder_name(services.settings.gateway.embedder), "embedding")]
+    rag = [_model(f"{MODEL_PREFIX}{c}", "rag", max_model_len=info.max_model_len) for c in collections]
+    return [*chat, *rag, _model(embedder_name(services.settings.gateway.embedder), "embedding")]
 
 
 def _model(name: str, task: str, **extra: Any) -> dict[str, Any]:

@@ -16,15 +16,18 @@ from litestar.response import Stream
 
 from engine import RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
 from gateway import sse
+from gateway.chat_rag import MODEL_PREFIX, ChatRag, prepare_chat, wants_rag
 from gateway.errors import ApiError, decode_body
 from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.prompt import PassageText, Prompt, PromptTooLong
+from gateway.rag import RagPipeline
 from gateway.schemas import ChatRequest, CompletionRequest, message_dicts, strip_neutral
 from gateway.services import Services
 from gateway.usage import usage_dict
 
 AnyRequest = Request[Any, Any, Any]
 DEFAULT_TEMPERATURE = 1.0
+RAG_TEMPERATURE = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +59,35 @@ async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     """Continue a chat; the caller may bring `documents`, which are placed as retrieved passages are."""
     services = services_of(request)
     body: ChatRequest = read_openai(await request.body(), ChatRequest)
-    services.check_model(body.model)
-    params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, DEFAULT_TEMPERATURE)
-    prompt = _chat_prompt(services, body, params)
-    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
+    is_rag = wants_rag(body)
+    services.check_model("default" if is_rag and body.model.startswith(MODEL_PREFIX) else body.model)
+    temperature = RAG_TEMPERATURE if is_rag else DEFAULT_TEMPERATURE
+    params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, temperature)
+    rag = await _chat_rag(request, body, params) if is_rag else None
+    outputs = rag.outputs() if rag else services.generate(_chat_prompt(services, body, params), params)
+    model = body.model if body.model.startswith(MODEL_PREFIX) else services.info.model
+    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        events = _chat_events(services, prompt, params, head, wants_usage)
+        events = _chat_events(services, outputs, params, head, wants_usage, rag)
         return sse.stream(events, services.settings.gateway.keep_alive_s)
-    answers = await sse.until_disconnect(request, collect(services, prompt, params))
-    choices = [_chat_choice(services, a) for a in answers]
+    answers = await sse.until_disconnect(request, collect(outputs, params.n))
+    choices = [_chat_choice(services, a, rag) for a in answers]
     usage = usage_dict([answers[0].stats], [a.stats for a in answers[1:]])
     reply = {**head, "object": "chat.completion", "choices": choices, "usage": usage}
+    reply |= rag.report(answers[0].stats) if rag else {}
     return Response({**reply, **_prompt_logprobs(services, params, answers[0])})
 
 
-def _chat_choice(services: Services, answer: Answer) -> dict[str, Any]:
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
+async def _chat_rag(request: AnyRequest, body: ChatRequest, params: SamplingParams) -> ChatRag:
+    pipeline: RagPipeline = request.app.state["pipeline"]
+    work = prepare_chat(services_of(request), pipeline, body, params, str(request.base_url))
+    return await sse.until_disconnect(request, work)
+
+
+def _chat_choice(services: Services, answer: Answer, rag: ChatRag | None) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    message |= {"annotations": rag.annotations(answer.text)} if rag else {}
     logprobs = chat_logprobs(services.tokenizer, answer.logprobs) if answer.logprobs else None
     return {"index": answer.index, "message": message, "finish_reason": answer.reason, "logprobs": logprobs}
 
@@ -93,7 +108,7 @@ async def completions(request: AnyRequest) -> Response[Any] | Stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         events = _completion_events(services, prompts[0], params, head, wants_usage)
         return sse.stream(events, services.settings.gateway.keep_alive_s)
-    work = _gather([collect(services, p, params) for p in prompts])
+    work = _gather([collect(services.generate(p, params), params.n) for p in prompts])
     done = await sse.until_disconnect(request, work)
     choices = [
         {
@@ -116,10 +131,10 @@ def _prompt_logprobs(services: Services, params: SamplingParams, first: Answer) 
     return {"prompt_logprobs": prompt_logprobs(services.tokenizer, first.prompt_logprobs)}
 
 
-async def collect(services: Services, prompt: Prompt, params: SamplingParams) -> list[Answer]:
-    """All continuations of a prompt, whole, in order of their index."""
-    outputs: list[list[RequestOutput]] = [[] for _ in range(params.n)]
-    async with aclosing(services.generate(prompt, params)) as arriving:
+async def collect(outputs_of_all: AsyncGenerator[RequestOutput, None], n: int) -> list[Answer]:
+    """The n continuations of a prompt, whole, in order of their index."""
+    outputs: list[list[RequestOutput]] = [[] for _ in range(n)]
+    async with aclosing(outputs_of_all) as arriving:
         async for out in arriving:
             outputs[out.index].append(out)
     return [_answer(index, of_one) for index, of_one in enumerate(outputs)]
@@ -181,26 +196,36 @@ def _completion_prompts(services: Services, body: CompletionRequest, params: Sam
 
 
 async def _chat_events(
-    services: Services, prompt: Prompt, params: SamplingParams, head: dict[str, Any], wants_usage: bool
+    services: Services,
+    outputs: AsyncGenerator[RequestOutput, None],
+    params: SamplingParams,
+    head: dict[str, Any],
+    wants_usage: bool,
+    rag: ChatRag | None,
 ) -> AsyncGenerator[bytes, None]:
     head = {**head, "object": "chat.completion.chunk"}
+    texts = [""] * params.n
 
-    def chunk(index: int, delta: dict[str, str], reason: str | None, logprobs: Any = None, **extra: Any) -> bytes:
+    def chunk(index: int, delta: dict[str, Any], reason: str | None, logprobs: Any = None, **extra: Any) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
         return sse.event({**head, "choices": [choice], "usage": None, **extra})
 
     for index in range(params.n):
-        yield chunk(index, {"role": "assistant", "content": ""}, None)
+        before = rag.sources() if rag and index == 0 else {}
+        yield chunk(index, {"role": "assistant", "content": ""}, None, **before)
     totals = _Totals(params)
     try:
-        async with aclosing(services.generate(prompt, params)) as outputs:
-            async for out in outputs:
+        async with aclosing(outputs) as arriving:
+            async for out in arriving:
                 totals.add(out)
+                texts[out.index] += out.text
                 if out.text or out.logprobs:
                     logprobs = chat_logprobs(services.tokenizer, out.logprobs) if out.logprobs else None
                     yield chunk(out.index, {"content": out.text}, None, logprobs)
                 if out.finish_reason is not None:
-                    extra = totals.last_chunk(services, wants_usage)
+                    if rag:
+                        yield chunk(out.index, {"annotations": rag.annotations(texts[out.index])}, None)
+                    extra = totals.last_chunk(services, wants_usage, rag)
                     yield chunk(out.index, {}, out.finish_reason.value, None, **extra)
         if wants_usage:
             yield sse.event({**head, "choices": [], "usage": totals.usage()})
@@ -254,7 +279,7 @@ class _Totals:
         """Usage, once all have ended."""
         return usage_dict([self._stats[0]], [s for i, s in self._stats.items() if i])
 
-    def last_chunk(self, services: Services, wants_usage: bool) -> dict[str, Any]:
+    def last_chunk(self, services: Services, wants_usage: bool, rag: ChatRag | None = None) -> dict[str, Any]:
         """Extra fields of a chunk that ends a continuation; empty unless it is the last one.
 
         Usage always comes with the last chunk; clients that asked for it get OpenAI's extra one instead.
@@ -262,6 +287,7 @@ class _Totals:
         if len(self._stats) < self._params.n:
             return {}
         extra: dict[str, Any] = {} if wants_usage else {"usage": self.usage()}
+        extra |= rag.report(self._stats[0]) if rag else {}
         if self._params.prompt_logprobs is not None:
             extra["prompt_logprobs"] = prompt_logprobs(services.tokenizer, self._prompt)
         return extra

@@ -50,13 +50,20 @@ class Message(msgspec.Struct, frozen=True):
     content: str
 
 
+class Dropped(msgspec.Struct, frozen=True):
+    """A passage that did not fit into the token budget."""
+
+    passage_id: str
+    num_tokens: int
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """Segments for the engine, and what became of the passages."""
 
     segments: tuple[Segment, ...]
     passage_ids: tuple[str, ...] = ()
     """Passages in the prompt, in order; they are the segments of kind `passage`."""
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
     """Passages left out, since they did not fit."""
     cache: CacheMode = CacheMode.AUTO
     """What it may have of the KV of earlier prompts."""
@@ -167,7 +174,7 @@ class PromptAssembler:
         for passage in passages:
             segment = self._passage(passage, scope)
             if used + len(segment.token_ids) > max_tokens:
-                dropped.append(passage.passage_id)
+                dropped.append(Dropped(passage.passage_id, len(segment.token_ids)))
                 continue
             used += len(segment.token_ids)
             kept.append((passage.passage_id, segment))

@@ -81,6 +81,7 @@ def test_a_question_is_answered_from_the_right_passage_with_a_citation(server: S
         "queue_ms",
         "prefill_ms",
         "decode_ms",
+        "cite_ms",
         "ttft_ms",
         "total_ms",
     } == set(reply["timings"])

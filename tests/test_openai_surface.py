@@ -155,3 +155,140 @@ def test_a_search_does_not_wait_for_a_long_list_of_texts(server: Server) -> None
     ended.append("search")
     thread.join()
     assert ended == ["search", "embeddings"]
+
+
+QUESTION = "When was the lighthouse of Kelmar built?"
+EARLIER = [{"role": "user", "content": "Where is it?"}, {"role": "assistant", "content": "On the coast."}]
+
+
+@pytest.fixture(scope="module")
+def rag_reply(server: Server) -> dict[str, Any]:
+    """What /rag/query says to the question."""
+    reply = server.post("/rag/query", query=QUESTION, collection="facts", max_tokens=40)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def without_times(report: dict[str, Any]) -> dict[str, Any]:
+    """A reply's fields that do not depend on what ran before it."""
+    sources = [{k: v for k, v in s.items() if k != "cache"} for s in report["sources"]]
+    return {"sources": sources, **{k: report[k] for k in ("no_context", "dropped", "language")}}
+
+
+@pytest.mark.parametrize(
+    "how", [{"model": "rag:facts"}, {"model": "default", "rag": {"collection": "facts"}}], ids=["model", "field"]
+)
+def test_a_chat_over_documents_says_what_rag_query_says(
+    client: openai.OpenAI, rag_reply: dict[str, Any], how: dict[str, Any]
+) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 40}
+    model, extra = how["model"], {k: v for k, v in how.items() if k != "model"}
+    whole = client.chat.completions.create(model=model, extra_body=extra, **asked)
+    message = whole.choices[0].message
+    assert message.content == rag_reply["answer"]
+    assert whole.usage.prompt_tokens == rag_reply["usage"]["prompt_tokens"]
+    assert without_times(whole.model_extra) == without_times(rag_reply)
+    assert [a.citation for a in message.annotations] == rag_reply["citations"] != []
+    annotation = message.annotations[0]
+    start, end = annotation.url_citation.start_index, annotation.url_citation.end_index
+    assert [start, end] == rag_reply["citations"][0]["answer_span"]
+    assert "1874" in message.content[start:end]
+    assert annotation.url_citation.title == "Lighthouse"
+    shown = httpx.get(annotation.url_citation.url).json()
+    assert shown["document_id"] == "lamp"
+    chunks = list(client.chat.completions.create(model=model, extra_body=extra, stream=True, **asked))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == message.content
+    annotated, last = chunks[-2], chunks[-1]
+    assert annotated.choices[0].finish_reason is None
+    assert [a["citation"] for a in annotated.choices[0].delta.annotations] == rag_reply["citations"]
+    assert last.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert [s["passage_id"] for s in chunks[0].sources] == [s["passage_id"] for s in rag_reply["sources"]]
+    assert without_times(last.model_extra) == without_times(rag_reply)
+    assert last.sources[0]["cache"]["computed_tokens"] == 0
+
+
+def test_earlier_messages_are_the_history_and_the_system_message_the_system_text(server: Server) -> None:
+    system = "Answer in one word."
+    given = {"collection": "facts", "top_k": 2, "mode": "lexical", "language": "fr"}
+    by_rag = server.post("/rag/query", query=QUESTION, history=EARLIER, system=system, max_tokens=12, **given).json()
+    messages = [{"role": "developer", "content": system}, *EARLIER, {"role": "user", "content": QUESTION}]
+    body = {"model": "default", "messages": messages, "max_tokens": 12}
+    by_chat = server.post("/v1/chat/completions", **body, rag=given).json()
+    assert by_chat["choices"][0]["message"]["content"] == by_rag["answer"]
+    assert by_chat["usage"]["prompt_tokens"] == by_rag["usage"]["prompt_tokens"]
+    details = by_chat["usage"]["prompt_tokens_details"]
+    assert details["computed_tokens"] <= 16, "the same prompt, found in the cache"
+    assert by_chat["language"] == by_rag["language"] == "French"
+
+
+def test_each_of_several_continuations_has_its_own_citations(server: Server) -> None:
+    body = {"model": "rag:facts", "messages": [{"role": "user", "content": QUESTION}], "n": 3, "max_tokens": 30}
+    reply = server.post("/v1/chat/completions", **body, temperature=1.2, seed=3, logprobs=True).json()
+    texts = [c["message"]["content"] for c in reply["choices"]]
+    assert len(set(texts)) > 1
+    for choice in reply["choices"]:
+        assert choice["logprobs"]["content"]
+        for a in choice["message"]["annotations"]:
+            start, end = a["citation"]["answer_span"]
+            assert 0 <= start < end <= len(choice["message"]["content"])
+
+
+def test_a_chat_that_finds_nothing_gets_the_fixed_reply(server: Server) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    rag = {"collection": "facts", "filters": {"lang": "xx"}}
+    body = {"model": "default", "messages": messages, "rag": rag, "n": 2}
+    whole = server.post("/v1/chat/completions", **body).json()
+    assert whole["no_context"]
+    assert {c["message"]["content"] for c in whole["choices"]} == {"I found nothing about this in the documents."}
+    assert whole["usage"]["total_tokens"] == 0
+    chunks = [d for _, d in read_events(server.post("/v1/chat/completions", **body, stream=True)) if d != "[DONE]"]
+    texts = [c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"][0]["index"] == 1]
+    assert "".join(texts) == whole["choices"][1]["message"]["content"]
+    assert chunks[-1]["no_context"]
+
+
+def test_a_documents_own_address_is_what_a_citation_links_to(server: Server) -> None:
+    url, (title, text) = "https://example.org/lamp", TEXTS["lamp"]
+    documents = [{"title": title, "text": text, "metadata": {"url": url}}]
+    server.post("/rag/documents", documents=documents, collection="linked")
+    body = {"model": "rag:linked", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 40}
+    message = server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert message["annotations"][0]["url_citation"]["url"] == url
+    assert "rag:linked" in {m["id"] for m in server.client.get("/v1/models").json()["data"]}
+    assert server.client.get("/v1/models/rag:linked").json()["task"] == "rag"
+    missing = server.client.get("/v1/models/rag:unknown")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+ASK = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "word"),
+    [
+        ({"model": "rag:nowhere"}, 404, "model", "nowhere"),
+        ({"model": "rag:"}, 400, "rag.collection", "collection"),
+        ({"model": "rag:facts", "rag": {"collection": "linked"}}, 400, "rag.collection", "two collections"),
+        ({"rag": {"top_k": 0}}, 400, "rag.top_k", "top_k"),
+        ({"rag": {"min_score": {"dense": 2, "x": 1}}}, 400, "rag.min_score", "min_score"),
+        ({"rag": {"colection": "x"}}, 400, "rag", "colection"),
+        ({"rag": {"language": "x y z 1"}}, 400, "rag.language", "language"),
+        ({"rag": {}, "documents": [{"text": "x"}]}, 400, "documents", "exclude"),
+        ({"rag": {}, "messages": [*ASK, {"role": "assistant", "content": "In"}]}, 400, "messages[1]", "last message"),
+        ({"rag": {}, "messages": [{"role": "user", "content": " "}]}, 400, "messages[0]", "not empty"),
+        (
+            {"rag": {"collection": "facts"}, "messages": [{"role": "user", "content": "why " * 3000}]},
+            400,
+            "messages",
+            "2048",
+        ),
+    ],
+)
+def test_what_a_chat_over_documents_cannot_be_is_refused_by_name(
+    server: Server, change: dict[str, Any], status: int, param: str, word: str
+) -> None:
+    reply = server.post("/v1/chat/completions", **{"model": "default", "messages": ASK, "max_tokens": 4, **change})
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert word in error["message"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine import SegmentKind, Tokenizer, load_tokenizer
-from gateway.prompt import Message, PassageText, PromptAssembler, PromptTooLong
+from gateway.prompt import Dropped, Message, PassageText, PromptAssembler, PromptTooLong
 
 PASSAGES = [PassageText(f"p{i}", f"Title {i}", f"Passage {i} says that {i} is a number. " * 3) for i in range(4)]
 
@@ -55,7 +55,7 @@ def test_weakest_passages_are_dropped_and_named(assembler: PromptAssembler) -> N
     whole = assembler.rag("A?", PASSAGES, max_tokens=1000)
     size = len(whole.segments[1].token_ids)
     cut = assembler.rag("A?", PASSAGES, max_tokens=whole.num_tokens - size)
-    assert (cut.passage_ids, cut.dropped) == (("p0", "p1", "p2"), ("p3",))
+    assert (cut.passage_ids, cut.dropped) == (("p0", "p1", "p2"), (Dropped("p3", size),))
     with pytest.raises(PromptTooLong, match="the limit is 20"):
         assembler.rag("A?", PASSAGES, max_tokens=20)
 
