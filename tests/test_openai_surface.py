@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -292,3 +294,181 @@ def test_what_a_chat_over_documents_cannot_be_is_refused_by_name(
     error = reply.json()["error"]
     assert error["param"] == param
     assert word in error["message"]
+
+
+def test_the_async_client_chats_streams_embeds_and_hears_what_is_wrong(
+    server: Server, rag_reply: dict[str, Any]
+) -> None:
+    async def use() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as c:
+            ask: dict[str, Any] = {"model": "rag:facts", "messages": ASK, "max_tokens": 40}
+            streams = await asyncio.gather(*(c.chat.completions.create(**ask, stream=True) for _ in range(3)))
+            for stream in streams:
+                text = "".join([x.choices[0].delta.content or "" async for x in stream])
+                assert text == rag_reply["answer"]
+            async with c.chat.completions.stream(**ask) as helper:
+                done = await helper.get_final_completion()
+            assert done.choices[0].message.content == rag_reply["answer"]
+            texts = [text for _, text in TEXTS.values()]
+            rows = (await c.embeddings.create(model="default", input=[QUESTION, *texts])).data
+            question, *passages = (np.asarray(r.embedding) for r in rows)
+            assert np.argmax([question @ p for p in passages]) == list(TEXTS).index("lamp")
+            with pytest.raises(openai.NotFoundError) as missing:
+                await c.models.retrieve("gpt-4o")
+            assert missing.value.code == "model_not_found"
+            with pytest.raises(openai.BadRequestError) as bad:
+                await c.chat.completions.create(**{**ask, "temperature": 1000})
+            assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
+
+    asyncio.run(use())
+
+
+def test_the_stream_helper_of_the_client_assembles_n_choices_and_logprobs(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "default", "messages": ASK, "stop": "e", "n": 2, "seed": 1}
+    with client.chat.completions.stream(**body, logprobs=True, stream_options={"include_usage": True}) as stream:
+        done = stream.get_final_completion()
+    whole = client.chat.completions.create(**body, logprobs=True)
+    assert [c.message.content for c in done.choices] == [c.message.content for c in whole.choices]
+    assert [len(c.logprobs.content) for c in done.choices] == [len(c.logprobs.content) for c in whole.choices]
+    assert done.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def chat(server: Server, messages: list[dict[str, Any]], **extra: Any) -> httpx.Response:
+    body = {"model": "default", "messages": messages, "max_tokens": 4, "temperature": 0, **extra}
+    return server.post("/v1/chat/completions", **body)
+
+
+def test_a_prompt_that_is_too_long_is_told_the_true_limit_and_both_numbers(server: Server) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"model": "default", "messages": [{"role": "user", "content": "word " * 2100}]}),
+        ("/v1/completions", {"model": "default", "prompt": [7] * 2048}),
+        ("/rag/query", {"query": "word " * 2100, "collection": "facts"}),
+    ):
+        for stream in (False, True):
+            reply = server.post(path, **body, max_tokens=33, stream=stream)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+            limit, prompt, asked = (int(n) for n in re.findall(r"\d+", reply.json()["error"]["message"]))
+            assert (limit, asked) == (2048, 33)
+            assert prompt >= 2048
+
+
+def test_more_output_than_there_is_room_for_is_cut_on_every_route_and_in_streams(server: Server) -> None:
+    text = "word " * 1985
+    done = chat(server, [{"role": "user", "content": text}], max_tokens=2048, ignore_eos=True).json()
+    assert done["choices"][0]["finish_reason"] == "length"
+    assert done["usage"]["total_tokens"] == 2048
+    raw = chat(server, [{"role": "user", "content": text}], max_tokens=2048, ignore_eos=True, stream=True)
+    last = [d for _, d in read_events(raw) if d != "[DONE]"][-1]
+    assert (last["choices"][0]["finish_reason"], last["usage"]["total_tokens"]) == ("length", 2048)
+
+
+def test_an_empty_message_is_answered_and_harms_nobody(server: Server) -> None:
+    assert chat(server, [{"role": "user", "content": ""}]).status_code == 200
+    assert chat(server, ASK).status_code == 200
+
+
+def test_tool_turns_without_content_are_in_the_prompt(server: Server) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC+7"}'}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    tool = {"role": "tool", "tool_call_id": "c1", "content": "It is 14:05."}
+    counts = []
+    for messages in ([*ASK], [*ASK, turn], [*ASK, turn, tool]):
+        reply = chat(server, [*messages, {"role": "user", "content": "What time is it?"}])
+        assert reply.status_code == 200, reply.text
+        counts.append(reply.json()["usage"]["prompt_tokens"])
+    assert counts[0] + 20 < counts[1] < counts[2]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+def test_content_in_parts_is_the_joined_text_for_every_role(server: Server, role: str) -> None:
+    parts = [{"type": "text", "text": "A=1. "}, {"type": "text", "text": "B=2."}]
+    replies = [chat(server, [{"role": role, "content": c}, *ASK]).json() for c in (parts, "A=1. B=2.")]
+    assert replies[0]["usage"]["prompt_tokens"] == replies[1]["usage"]["prompt_tokens"]
+    assert replies[0]["choices"] == replies[1]["choices"]
+    refused = chat(server, [{"role": role, "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, *ASK])
+    assert refused.status_code == 400
+    assert "image_url" in refused.json()["error"]["message"]
+
+
+def test_a_body_of_another_content_type_is_read_as_json_or_refused_as_none(server: Server) -> None:
+    headers = {"Content-Type": "text/plain"}
+    good = server.client.post("/v1/chat/completions", json={"model": "default", "messages": ASK}, headers=headers)
+    assert good.status_code == 200
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/rag/query"):
+        bad = server.client.post(path, content=b"model=default", headers=headers)
+        assert bad.status_code == 400
+        assert set(bad.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "not-a-type"}, {"$ref": "#"}, {"pattern": "["}, {"enum": ["x" * 100] * 20_000}]
+)
+def test_a_schema_is_refused_at_once_and_never_ignored(server: Server, schema: dict[str, Any]) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    reply = chat(server, ASK, response_format=wanted)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
+    assert len(reply.json()["error"]["message"]) < 400
+    for field in ("chat_template", "chat_template_kwargs"):
+        assert chat(server, ASK, **{field: {"x": 1}}).status_code == 400
+
+
+def test_a_stop_string_never_leaks_into_a_stream(server: Server) -> None:
+    text = chat(server, ASK, max_tokens=30, ignore_eos=True).json()["choices"][0]["message"]["content"]
+    for at in range(3, len(text) - 8, 29):
+        stop = text[at : at + 7]
+        raw = chat(server, ASK, max_tokens=30, ignore_eos=True, stop=[stop], stream=True)
+        chunks = [d for _, d in read_events(raw) if d != "[DONE]"]
+        streamed = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+        assert streamed == text[: text.index(stop)]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_more_passages_than_fit_are_dropped_and_named_weakest_first(server: Server) -> None:
+    documents = [{"text": f"Ledger page {i}. " + f"Item {i} costs {i} crowns. " * 24} for i in range(24)]
+    assert server.post("/rag/documents", documents=documents, collection="ledger").status_code == 200
+    history = [{"role": "user", "content": "Tell me of the ledger. " * 30}] * 2
+    asked: dict[str, Any] = {"query": "What does item 7 cost?", "collection": "ledger", "max_tokens": 4}
+    reply = server.post("/rag/query", **asked, top_k=100, history=history)
+    assert reply.status_code == 200, reply.text
+    body = reply.json()
+    used = [s["passage_id"] for s in body["sources"] if s["used"]]
+    dropped = [d["passage_id"] for d in body["dropped"]]
+    assert [s["passage_id"] for s in body["sources"]] == used + dropped
+    assert 1 <= len(used) < len(body["sources"])
+    assert all(d["reason"] == "token_budget" and d["num_tokens"] > 0 for d in body["dropped"])
+    kinds = body["usage"]["prompt_tokens_by_kind"]
+    assert kinds.keys() == {"system", "passage", "tail"}
+    assert sum(n for kind in kinds.values() for n in kind.values()) == body["usage"]["prompt_tokens"] < 2048
+    too_much = server.post("/rag/query", **asked, history=history * 20)
+    assert (too_much.status_code, too_much.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("question", "document", "fact"),
+    [
+        (QUESTION, "lamp", "1874"),
+        ("How long does the dough of Marta's bread rest?", "bread", "nine"),
+        ("How long is the Orlan bridge?", "bridge", "312"),
+    ],
+)
+def test_every_citation_points_to_the_document_that_says_it(
+    server: Server, question: str, document: str, fact: str
+) -> None:
+    asked = {"query": question, "collection": "facts", "max_tokens": 40}
+    whole = server.post("/rag/query", **asked).json()
+    streamed = [d for name, d in read_events(server.post("/rag/query", **asked, stream=True)) if name == "citation"]
+    messages = [{"role": "user", "content": question}]
+    by_chat = chat(server, messages, model="rag:facts", max_tokens=40).json()["choices"][0]["message"]["annotations"]
+    assert whole["citations"] == streamed == [a["citation"] for a in by_chat]
+    cited = next(c for c in whole["citations"] if fact in c["text"])
+    assert cited["document_id"] == document
+    assert whole["sources"][cited["number"] - 1]["document_id"] == document
+
+
+def test_a_question_about_something_else_finds_nothing_above_the_threshold(server: Server) -> None:
+    asked = {"query": "Which guitar did the astronaut play?", "collection": "facts", "min_score": {"dense": 0.5}}
+    reply = server.post("/rag/query", **asked).json()
+    assert reply["no_context"]
+    assert reply["answer"] == "I found nothing about this in the documents."
+    assert reply["sources"] == reply["citations"] == reply["dropped"] == []
+    assert all(reply["timings"][k] == 0 for k in ("queue_ms", "prefill_ms", "decode_ms", "ttft_ms"))
