@@ -14,7 +14,7 @@ from engine import FinishReason, RequestOutput, RequestStats, SamplingParams, Se
 from gateway.citations import cite
 from gateway.errors import ApiError
 from gateway.languages import language_name
-from gateway.prompt import DEFAULT_SYSTEM, Message, PassageText, Prompt, PromptTooLong
+from gateway.prompt import BUILT_IN, Message, PassageText, Prompt, PromptTooLong
 from gateway.rag_reply import citation_dict, dropped_dicts, source_dict, tokens_by_kind
 from gateway.retrieval_client import RetrievalDead
 from gateway.schemas import RagRequest
@@ -207,15 +207,17 @@ class RagPipeline:
         room = max(limit - params.max_tokens, limit // 2)
         passages = [PassageText(h.passage.passage_id, h.title, h.passage.text) for h in found.hits]
         assembler = self._services.assembler
+        template = self._services.templates.get(r.collection, BUILT_IN)
         # In the tail, where it changes nothing of what others can reuse.
         question = r.query if language is None else f"{r.query}\n\nAnswer in {language}."
         try:
             if conversation is not None and conversation.segments:
                 before, ids = conversation.segments, conversation.answer_ids
-                return assembler.follow_up(before, ids, question, passages, max_tokens=room)
-            system = DEFAULT_SYSTEM if r.system is None else r.system
+                return assembler.follow_up(before, ids, question, passages, template=template, max_tokens=room)
+            system = template.system if r.system is None else r.system
             history = [Message(m.role, m.content) for m in r.history or ()]
-            return assembler.rag(question, passages, system=system, history=history, max_tokens=room)
+            given: dict[str, Any] = {"system": system, "history": history, "template": template}
+            return assembler.rag(question, passages, **given, max_tokens=room)
         except PromptTooLong as e:
             raise self._services.too_long(e, params.max_tokens, "query") from e
 

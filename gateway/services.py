@@ -16,6 +16,7 @@ from gateway.metrics import Metrics
 from gateway.prompt import Prompt, PromptAssembler, PromptTooLong
 from gateway.retrieval_client import RetrievalClient
 from gateway.settings import Settings
+from gateway.templates import load_templates
 
 
 class Services:
@@ -26,6 +27,7 @@ class Services:
         self.engine = engine
         self.retrieval = retrieval
         self.metrics = Metrics()
+        self.templates = load_templates(settings.gateway.prompt_templates)
         self.is_draining = False
         self._model_path = model_path
         self._assembler: PromptAssembler | None = None

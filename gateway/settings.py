@@ -65,6 +65,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Output tokens of a request that does not say how many it wants."""
     no_context_reply: str = "I found nothing about this in the documents."
     """Answer of /rag/query when retrieval finds nothing; the model is not asked then."""
+    prompt_templates: str = ""
+    """Folder of prompt templates, COLLECTION.jinja; empty for none."""
     max_conversations: int = 1000
     """Conversations kept in memory; the longest unused goes first."""
     log_level: str = "warning"

@@ -25,7 +25,10 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_path: Path, embedder_path: Path) -> Iterator[Server]:
-    s = Server(tmp_path_factory.mktemp("server"), "--dtype", "float32", "--max-model-len", "2048")
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "templated.jinja").write_text("{% block passage %}" + "page " * 50 + "{{ text }}\n{% endblock %}")
+    flags = ("--dtype", "float32", "--max-model-len", "2048", "--prompt-templates", str(folder))
+    s = Server(folder, *flags)
     try:
         s.wait_ready()
         documents = [{"id": i, "title": title, "text": text} for i, (title, text) in TEXTS.items()]
@@ -441,6 +444,17 @@ def test_more_passages_than_fit_are_dropped_and_named_weakest_first(server: Serv
     assert sum(n for kind in kinds.values() for n in kind.values()) == body["usage"]["prompt_tokens"] < 2048
     too_much = server.post("/rag/query", **asked, history=history * 20)
     assert (too_much.status_code, too_much.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_collections_template_writes_its_passages(server: Server) -> None:
+    text = TEXTS["bridge"][1]
+    tokens = {}
+    for collection in ("plain", "templated"):
+        server.post("/rag/documents", documents=[{"title": "T", "text": text}], collection=collection)
+        reply = server.post("/rag/query", query="Orlan?", collection=collection, max_tokens=1, cache="off").json()
+        tokens[collection] = reply["usage"]["prompt_tokens_by_kind"]
+    assert tokens["templated"]["passage"]["computed_tokens"] >= tokens["plain"]["passage"]["computed_tokens"] + 48
+    assert tokens["templated"]["tail"] == tokens["plain"]["tail"]
 
 
 @pytest.mark.parametrize(
