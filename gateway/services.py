@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 
@@ -16,18 +16,26 @@ from gateway.metrics import Metrics
 from gateway.prompt import Prompt, PromptAssembler, PromptTooLong
 from gateway.retrieval_client import RetrievalClient
 from gateway.settings import Settings
-from gateway.templates import load_templates
+from gateway.templates import PromptTemplate
 
 
 class Services:
     """Everything that handlers use. `start` returns when an answer can be given."""
 
-    def __init__(self, settings: Settings, engine: EngineClient, retrieval: RetrievalClient, model_path: Path) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineClient,
+        retrieval: RetrievalClient,
+        model_path: Path,
+        templates: Mapping[str, PromptTemplate] | None = None,
+    ) -> None:
         self.settings = settings
         self.engine = engine
         self.retrieval = retrieval
         self.metrics = Metrics()
-        self.templates = load_templates(settings.gateway.prompt_templates)
+        self.templates = templates or {}
+        """Prompt templates by collection."""
         self.is_draining = False
         self._model_path = model_path
         self._assembler: PromptAssembler | None = None

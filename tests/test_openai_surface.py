@@ -450,7 +450,7 @@ def test_a_collections_template_writes_its_passages(server: Server) -> None:
     text = TEXTS["bridge"][1]
     tokens = {}
     for collection in ("plain", "templated"):
-        server.post("/rag/documents", documents=[{"title": "T", "text": text}], collection=collection)
+        server.post("/rag/documents", documents=[{"id": collection, "title": "T", "text": text}], collection=collection)
         reply = server.post("/rag/query", query="Orlan?", collection=collection, max_tokens=1, cache="off").json()
         tokens[collection] = reply["usage"]["prompt_tokens_by_kind"]
     assert tokens["templated"]["passage"]["computed_tokens"] >= tokens["plain"]["passage"]["computed_tokens"] + 48

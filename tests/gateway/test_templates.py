@@ -123,7 +123,7 @@ def test_a_folder_has_a_file_for_each_collection(tmp_path: Path) -> None:
 
 
 def test_the_server_does_not_start_with_a_template_that_is_refused(
-    tmp_path: Path, model_path: Path, embedder_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "papers.jinja").write_text(TAIL + PASSAGE, encoding="utf-8")
     flags = ["--prompt-templates", str(tmp_path), "--data-dir", str(tmp_path / "data"), "--offline"]
