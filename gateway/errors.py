@@ -102,6 +102,8 @@ def decode_body(raw: bytes, kind: type[T]) -> T:
         raise ApiError("invalid_request", str(e), path.rstrip("`") or _unknown_field(message)) from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise ApiError("invalid_request", f"the body is not valid JSON: {e}") from e
+    except RecursionError as e:
+        raise ApiError("invalid_request", "the body is nested too deeply") from e
 
 
 def _unknown_field(message: str) -> str | None:

@@ -486,3 +486,35 @@ def test_a_question_about_something_else_finds_nothing_above_the_threshold(serve
     assert reply["answer"] == "I found nothing about this in the documents."
     assert reply["sources"] == reply["citations"] == reply["dropped"] == []
     assert all(reply["timings"][k] == 0 for k in ("queue_ms", "prefill_ms", "decode_ms", "ttft_ms"))
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "words"),
+    [
+        (
+            "/rag/documents",
+            b'{"documents": [{"text": "x", "metadata": {"n": 99999999999999999999}}]}',
+            "metadata holds",
+        ),
+        ("/rag/query", b'{"query": "x", "filters": {"n": 99999999999999999999}}', "filters holds"),
+        (
+            "/rag/query",
+            b'{"query": "x", "filters": {"n": ' + b"[" * 99_999 + b"]" * 99_999 + b"}}",
+            "nested too deeply",
+        ),
+        (
+            "/v1/embeddings",
+            b'{"model": "default", "input": ' + b"[" * 99_999 + b"]" * 99_999 + b"}",
+            "nested too deeply",
+        ),
+    ],
+)
+def test_numbers_and_nesting_beyond_bounds_are_the_clients_fault(
+    server: Server, path: str, content: bytes, words: str
+) -> None:
+    reply = server.client.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    assert words in reply.json()["error"]["message"]
+    for depth in (200, 900, 990):
+        nested = b'{"query": "x", "filters": {"n": ' + b"[" * depth + b"1" + b"]" * depth + b"}}"
+        assert server.client.post("/rag/query", content=nested).status_code in (200, 400)
