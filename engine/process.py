@@ -132,8 +132,9 @@ class EngineServer:
         except torch.AcceleratorError:
             raise
         except Exception as e:  # a fault of ours in one step must not cost the server its engine and its cache
-            traceback.print_exc()
-            return self._core.fail_all(f"the engine failed in a step: {type(e).__name__}: {e}")
+            # The fault's own words may hold a request's content, and all requests of the step would get to see them.
+            sys.stderr.write("".join(traceback.format_tb(e.__traceback__)) + f"{type(e).__name__} in a step\n")
+            return self._core.fail_all(f"the engine failed in a step: {type(e).__name__}")
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         if outputs:

@@ -16,9 +16,11 @@ from litestar.enums import ScopeType
 from litestar.exceptions import HTTPException
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.access import Gate, check_role
 from gateway.embeddings import embeddings
 from gateway.engine_client import EngineDead
 from gateway.errors import ApiError, on_api_error, on_http_error, on_unexpected
+from gateway.keys import Role
 from gateway.model_list import get_model, list_models
 from gateway.openai_routes import chat_completions, completions, services_of
 from gateway.openapi import openapi_document
@@ -38,6 +40,8 @@ from gateway.services import Services
 from gateway.sse import ClientGone
 
 log = logging.getLogger("foreword")
+FORM_FIELDS = 100
+"""Parts of a form beside its files; more than that, and it is refused while it is read."""
 AnyRequest = Request[Any, Any, Any]
 
 
@@ -56,7 +60,7 @@ async def health_ready(request: AnyRequest) -> Response[dict[str, Any]]:
     return Response({"status": "ready" if s.is_ready else "not ready", **parts}, status_code=status)
 
 
-@get("/metrics")
+@get("/metrics", role=Role.ADMIN)
 async def metrics(request: AnyRequest) -> Response[bytes]:
     """Prometheus metrics."""
     s = services_of(request)
@@ -97,8 +101,15 @@ def on_client_gone(_: AnyRequest, __: ClientGone) -> Response[None]:
     return Response(None, status_code=499)
 
 
-def make_app(services: Services, on_fatal: Callable[[str], None] | None = None) -> Litestar:
-    """The application. Its services start with it and end with it; `on_fatal` hears why they could not start."""
+def make_app(services: Services, on_fatal: Callable[[str], None] | None = None) -> ASGIApp:
+    """The application behind its gate: observed, then authenticated, then routed.
+
+    Its services start with it and end with it; `on_fatal` hears why they could not start.
+    """
+    return _observe(services)(Gate(_routes(services, on_fatal), services.keys))
+
+
+def _routes(services: Services, on_fatal: Callable[[str], None] | None) -> Litestar:
     starting: list[asyncio.Task[None]] = []
 
     async def startup() -> None:
@@ -118,7 +129,7 @@ def make_app(services: Services, on_fatal: Callable[[str], None] | None = None) 
         ],
         on_startup=[startup],
         on_shutdown=[shutdown],
-        middleware=[_observe(services)],
+        guards=[check_role],
         exception_handlers={
             ApiError: on_api_error,
             ClientGone: on_client_gone,
@@ -126,6 +137,7 @@ def make_app(services: Services, on_fatal: Callable[[str], None] | None = None) 
             Exception: on_unexpected,
         },
         openapi_config=None,
+        multipart_form_part_limit=services.settings.gateway.max_files + FORM_FIELDS,
         state=State({"services": services, "pipeline": RagPipeline(services)}),
         request_max_body_size=services.settings.gateway.max_body_bytes,
         logging_config=None,

@@ -16,6 +16,7 @@ import msgspec
 
 from engine import RequestOutput, RequestStats, SamplingParams
 from gateway.errors import ApiError
+from gateway.keys import Caller
 from gateway.rag import Prepared, RagPipeline, guarded
 from gateway.schemas import ChatRequest, HistoryMessage, RagOptions, RagRequest, message_dicts
 from gateway.services import Services
@@ -63,19 +64,24 @@ def wants_rag(body: ChatRequest) -> bool:
 
 
 async def prepare_chat(
-    services: Services, pipeline: RagPipeline, body: ChatRequest, params: SamplingParams, base_url: str
+    services: Services,
+    pipeline: RagPipeline,
+    body: ChatRequest,
+    params: SamplingParams,
+    caller: Caller,
+    base_url: str,
 ) -> ChatRag:
     """Search and assemble for a chat. Raises `ApiError` whose `param` is a field of the chat."""
     if body.documents:
         raise ApiError("invalid_request", "documents and rag exclude each other: both say what to read", "documents")
     request = _rag_request(body)
     try:
-        prepared = await pipeline.prepare(request, params)
+        prepared = await pipeline.prepare(request, caller, params)
     except ApiError as e:
         raise ApiError(e.code, e.message, _param(e.param)) from e
     if body.model.startswith(MODEL_PREFIX) and not prepared.hits:
-        known = await guarded(services.retrieval.collections())
-        if request.collection not in known:
+        known = await guarded(services.retrieval.collections(caller.tenant))
+        if request.collection not in known or not caller.may_use(request.collection):
             why = f"there is no collection {request.collection[:80]!r} for the model {body.model[:80]!r}"
             raise ApiError("model_not_found", why, "model")
     return ChatRag(pipeline, prepared, base_url)

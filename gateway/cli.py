@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 
+from gateway.key_commands import add_keys_command
 from gateway.models import (
     MODELS,
     ModelError,
@@ -76,6 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
         sub = actions.add_parser(action, help=f"{action} the named models, or all")
         sub.add_argument("names", nargs="*", metavar="NAME")
         sub.set_defaults(run=run)
+
+    add_keys_command(commands)
 
     evaluation = commands.add_parser("eval", help="measure quality on a data set", add_help=False)
     evaluation.add_argument("kind", choices=["retrieval"])

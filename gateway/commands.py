@@ -16,6 +16,8 @@ from rich.progress import Progress
 
 from gateway.engine_client import EngineDead
 from gateway.errors import ApiError
+from gateway.key_commands import key_headers, local_caller
+from gateway.keys import Role
 from gateway.rag import RagPipeline
 from gateway.retrieval_client import RetrievalClient, RetrievalDead
 from gateway.schemas import RagRequest
@@ -51,7 +53,7 @@ def ingest(settings: Settings, paths: Sequence[str], collection: str) -> int:
 def ingest_url(url: str, named: Sequence[NamedFile], collection: str) -> list[str]:
     """Send files to a server, one by one; returns errors. Raises `ConnectionError`."""
     errors: list[str] = []
-    with httpx.Client(timeout=TIMEOUT) as client, _progress() as progress:
+    with httpx.Client(timeout=TIMEOUT, headers=key_headers()) as client, _progress() as progress:
         for name, path in progress.track(named, description="Ingesting"):
             try:
                 form = {"collection": collection, "id": document_id(collection, path)}
@@ -120,7 +122,7 @@ def ask_url(url: str, body: dict[str, Any], as_json: bool) -> None:
     """Ask a server and print the answer as it comes. Raises `ConnectionError`."""
     try:
         whole = {**body, "stream": True}
-        with httpx.stream("POST", f"{url}/rag/query", json=whole, timeout=TIMEOUT) as reply:
+        with httpx.stream("POST", f"{url}/rag/query", json=whole, timeout=TIMEOUT, headers=key_headers()) as reply:
             if reply.is_error:
                 reply.read()
                 raise ConnectionError(reply.json()["error"]["message"])
@@ -180,7 +182,9 @@ def running_server(settings: Settings) -> str | None:
 async def _ingest_here(settings: Settings, named: Sequence[NamedFile], collection: str) -> list[str]:
     from gateway.models import resolve_embedder
 
-    g = settings.gateway
+    caller, g = local_caller(settings, Role.INGEST), settings.gateway
+    if not caller.may_use(collection):
+        raise SettingsError(f"this key may not use the collection {collection!r}")
     embedder = resolve_embedder(g.embedder, offline=g.offline, say=print, verbose=True)
     client = RetrievalClient(settings.data_dir, embedder, max(g.embed_threads, 2), g.store, overlap=g.passage_overlap)
     errors: list[str] = []
@@ -189,8 +193,8 @@ async def _ingest_here(settings: Settings, named: Sequence[NamedFile], collectio
         with _progress() as progress:
             for name, path in progress.track(named, description="Ingesting"):
                 source = SourceFile(name, path.read_bytes(), document_id(collection, path))
-                request = IngestRequest((source,), collection)
-                job = await client.wait((await client.ingest(request)).job_id)
+                request = IngestRequest((source,), collection, caller.tenant)
+                job = await client.wait((await client.ingest(request)).job_id, caller.tenant)
                 errors += [e.message for e in job.errors] if job.state is JobState.FAILED else []
     except (RetrievalDead, ValueError, OSError) as e:
         raise SettingsError(str(e)) from e
@@ -202,11 +206,11 @@ async def _ingest_here(settings: Settings, named: Sequence[NamedFile], collectio
 async def _ask_here(settings: Settings, body: dict[str, Any], as_json: bool) -> None:
     from gateway.serve import make_services
 
-    services = make_services(settings)
+    caller, services = local_caller(settings, Role.QUERY), make_services(settings)
     try:
         await services.start()
         pipeline = RagPipeline(services)
-        async for name, data in pipeline.events(await pipeline.prepare(RagRequest(**body))):
+        async for name, data in pipeline.events(await pipeline.prepare(RagRequest(**body), caller)):
             show_event(name, data, as_json)
     finally:
         await services.stop()

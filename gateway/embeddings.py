@@ -19,6 +19,7 @@ from litestar import Request, Response, post
 
 from gateway import sse
 from gateway.errors import ApiError
+from gateway.keys import Role
 from gateway.openai_routes import read_openai, services_of
 from gateway.rag import guarded
 from gateway.services import Services
@@ -58,7 +59,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return texts
 
 
-@post("/v1/embeddings", status_code=200)
+@post("/v1/embeddings", status_code=200, role=Role.QUERY)
 async def embeddings(request: AnyRequest) -> Response[Any]:
     """Vectors of texts, normalised, by the embedder that retrieval uses."""
     services = services_of(request)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import traceback
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,19 +13,27 @@ from litestar.exceptions import HTTPException, ValidationException
 
 log = logging.getLogger("foreword")
 T = TypeVar("T")
+MAX_DEPTH = 64
+"""Objects and lists inside each other in a body."""
+TOO_DEEP = f"the body is nested too deeply; {MAX_DEPTH} levels are allowed"
 
 CODES: dict[str, tuple[int, str]] = {
     "invalid_request": (400, "a field is missing, unknown, of the wrong type or out of range"),
     "unsupported_parameter": (400, "a field of OpenAI's API that would change the answer and is not supported"),
     "context_length_exceeded": (400, "the prompt is longer than the model's context, or a text than the embedder's"),
+    "unauthorized": (401, "no API key was sent, or one that is not known or was revoked"),
+    "forbidden": (403, "the key's role or collections do not allow this"),
     "not_found": (404, "no such path, document, job or conversation"),
     "model_not_found": (404, "`model` is neither `default` nor a served name"),
     "method_not_allowed": (405, "the path exists, but not for this method"),
     "conversation_busy": (409, "the conversation's last question is still being answered"),
-    "request_too_large": (413, "the body is larger than `max_body_bytes`"),
+    "request_too_large": (413, "the body, a file, or the number of files is over its limit in the settings"),
+    "headers_too_large": (431, "the request has too many headers, or too long ones"),
     "unsupported_type": (415, "the file's type cannot be ingested"),
     "no_text": (422, "the file holds no text, as a PDF of images does"),
     "bad_encoding": (422, "the file's text encoding cannot be told"),
+    "url_refused": (422, "the URL to ingest is malformed, or leads to a host that is not public"),
+    "fetch_failed": (422, "the URL to ingest cannot be fetched, takes too long, or redirects too often"),
     "bad_document": (422, "the file is damaged or encrypted"),
     "invalid_id": (422, "a document id is empty, too long or taken in another collection"),
     "internal_error": (500, "a fault of ours; the log has the details"),
@@ -56,10 +66,21 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def headers_of(error: ApiError) -> dict[str, str]:
+    """What the status asks for."""
+    return {503: {"Retry-After": "2"}, 401: {"WWW-Authenticate": 'Bearer realm="foreword"'}}.get(error.status, {})
+
+
 def respond(error: ApiError) -> Response[dict[str, Any]]:
     """The HTTP response of an error."""
-    headers = {"Retry-After": "2"} if error.status == 503 else {}
+    headers = headers_of(error)
     return Response(error.body(), status_code=error.status, headers=headers, media_type="application/json")
+
+
+def log_fault(what: str, error: BaseException) -> None:
+    """Log an exception's type and place, not its words: they may hold a prompt or a document."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    log.error("%s: %s\n%s", what, type(error).__name__, frames)
 
 
 def on_api_error(_: Request[Any, Any, Any], error: ApiError) -> Response[dict[str, Any]]:
@@ -86,8 +107,8 @@ def on_http_error(_: Request[Any, Any, Any], error: HTTPException) -> Response[d
 
 
 def on_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:
-    """Handler of everything else: logged whole, told briefly."""
-    log.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
+    """Handler of everything else: logged, told briefly."""
+    log_fault(f"unexpected error in {request.method} {request.scope.get('path_template')}", error)
     return respond(ApiError("internal_error", "an internal error occurred"))
 
 
@@ -96,14 +117,35 @@ def decode_body(raw: bytes, kind: type[T]) -> T:
     if not raw.strip():
         raise ApiError("invalid_request", "the body is empty; a JSON object was expected")
     try:
-        return msgspec.json.decode(raw, type=kind)
+        body = msgspec.json.decode(raw, type=kind)
+        _check_depth(raw, body)
+        return body
     except msgspec.ValidationError as e:
         message, _, path = str(e).partition(" - at `$.")
         raise ApiError("invalid_request", str(e), path.rstrip("`") or _unknown_field(message)) from e
+    except RecursionError as e:
+        raise ApiError("invalid_request", TOO_DEEP) from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise ApiError("invalid_request", f"the body is not valid JSON: {e}") from e
-    except RecursionError as e:
-        raise ApiError("invalid_request", "the body is nested too deeply") from e
+
+
+def _check_depth(raw: bytes, body: object) -> None:
+    """Refuse what is nested so deeply that it could be read but not written, or not read from the store again."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [inner for value in level for inner in _parts(value) if isinstance(inner, dict | list | msgspec.Struct)]
+    if level:
+        raise ApiError("invalid_request", TOO_DEEP)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, list):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    return [getattr(value, name) for name in value.__struct_fields__]
 
 
 def _unknown_field(message: str) -> str | None:

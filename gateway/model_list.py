@@ -6,9 +6,11 @@ from typing import Any
 
 from litestar import Request, get
 
+from gateway.access import caller_of
 from gateway.chat_rag import MODEL_PREFIX
 from gateway.embeddings import embedder_name
 from gateway.errors import ApiError
+from gateway.keys import Caller, Role
 from gateway.openai_routes import services_of
 from gateway.rag import guarded
 from gateway.services import Services
@@ -16,16 +18,16 @@ from gateway.services import Services
 AnyRequest = Request[Any, Any, Any]
 
 
-@get("/v1/models")
+@get("/v1/models", role=Role.QUERY)
 async def list_models(request: AnyRequest) -> dict[str, Any]:
     """The model, which `default` means too, the same over each collection, and the embedder."""
-    return {"object": "list", "data": await _models(services_of(request))}
+    return {"object": "list", "data": await _models(services_of(request), caller_of(request))}
 
 
-@get("/v1/models/{model:str}")
+@get("/v1/models/{model:str}", role=Role.QUERY)
 async def get_model(request: AnyRequest, model: str) -> dict[str, Any]:
     """One of them."""
-    rows = await _models(services_of(request))
+    rows = await _models(services_of(request), caller_of(request))
     found = next((row for row in rows if row["id"] == model), None)
     if found is None:
         served = ", ".join(row["id"] for row in rows)[:500]
@@ -33,9 +35,10 @@ async def get_model(request: AnyRequest, model: str) -> dict[str, Any]:
     return found
 
 
-async def _models(services: Services) -> list[dict[str, Any]]:
+async def _models(services: Services, caller: Caller) -> list[dict[str, Any]]:
     info = services.info
-    collections = await guarded(services.retrieval.collections())
+    found = await guarded(services.retrieval.collections(caller.tenant))
+    collections = [c for c in found if caller.may_use(c)]
     chat = [_model(name, "generation", max_model_len=info.max_model_len) for name in (info.model, "default")]
     rag = [_model(f"{MODEL_PREFIX}{c}", "rag", max_model_len=info.max_model_len) for c in collections]
     return [*chat, *rag, _model(embedder_name(services.settings.gateway.embedder), "embedding")]

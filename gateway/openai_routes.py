@@ -16,8 +16,10 @@ from litestar.response import Stream
 
 from engine import RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
 from gateway import sse
+from gateway.access import caller_of
 from gateway.chat_rag import MODEL_PREFIX, ChatRag, prepare_chat, wants_rag
 from gateway.errors import ApiError, decode_body
+from gateway.keys import Caller, Role
 from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.prompt import PassageText, Prompt, PromptTooLong
 from gateway.rag import RagPipeline
@@ -54,7 +56,7 @@ def services_of(request: AnyRequest) -> Services:
     return services
 
 
-@post("/v1/chat/completions", status_code=200)
+@post("/v1/chat/completions", status_code=200, role=Role.QUERY)
 async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     """Continue a chat; the caller may bring `documents`, which are placed as retrieved passages are."""
     services = services_of(request)
@@ -64,7 +66,9 @@ async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     temperature = RAG_TEMPERATURE if is_rag else DEFAULT_TEMPERATURE
     params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, temperature)
     rag = await _chat_rag(request, body, params) if is_rag else None
-    outputs = rag.outputs() if rag else services.generate(_chat_prompt(services, body, params), params)
+    outputs = (
+        rag.outputs() if rag else services.generate(_chat_prompt(services, body, params, caller_of(request)), params)
+    )
     model = body.model if body.model.startswith(MODEL_PREFIX) else services.info.model
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
     if body.stream:
@@ -81,7 +85,7 @@ async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
 
 async def _chat_rag(request: AnyRequest, body: ChatRequest, params: SamplingParams) -> ChatRag:
     pipeline: RagPipeline = request.app.state["pipeline"]
-    work = prepare_chat(services_of(request), pipeline, body, params, str(request.base_url))
+    work = prepare_chat(services_of(request), pipeline, body, params, caller_of(request), str(request.base_url))
     return await sse.until_disconnect(request, work)
 
 
@@ -92,14 +96,14 @@ def _chat_choice(services: Services, answer: Answer, rag: ChatRag | None) -> dic
     return {"index": answer.index, "message": message, "finish_reason": answer.reason, "logprobs": logprobs}
 
 
-@post("/v1/completions", status_code=200)
+@post("/v1/completions", status_code=200, role=Role.QUERY)
 async def completions(request: AnyRequest) -> Response[Any] | Stream:
     """Continue plain text, or token ids; a list of texts gives one choice each."""
     services = services_of(request)
     body: CompletionRequest = read_openai(await request.body(), CompletionRequest)
     services.check_model(body.model)
     params = body.params(services.info.vocab_size, 16, DEFAULT_TEMPERATURE)
-    prompts = _completion_prompts(services, body, params)
+    prompts = _completion_prompts(services, body, params, caller_of(request))
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
     head["object"] = "text_completion"
     if body.stream:
@@ -161,21 +165,23 @@ async def _gather(work: list[Any]) -> list[list[Answer]]:
     return [t.result() for t in tasks]
 
 
-def _chat_prompt(services: Services, body: ChatRequest, params: SamplingParams) -> Prompt:
+def _chat_prompt(services: Services, body: ChatRequest, params: SamplingParams, caller: Caller) -> Prompt:
     limit = services.info.max_model_len - 1
     messages = message_dicts(body.messages)
     documents = [PassageText(d.id or str(i), d.title or "", d.text) for i, d in enumerate(body.documents or ())]
     if any(not d.text.strip() for d in documents):
         raise ApiError("invalid_request", "documents: a text is empty", "documents")
     try:
-        return body.caching(services.assembler.chat(messages, documents, max_tokens=limit))
+        return body.caching(services.assembler(caller).chat(messages, documents, max_tokens=limit))
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "messages") from e
     except ValueError as e:
         raise ApiError("invalid_request", str(e), "messages") from e
 
 
-def _completion_prompts(services: Services, body: CompletionRequest, params: SamplingParams) -> list[Prompt]:
+def _completion_prompts(
+    services: Services, body: CompletionRequest, params: SamplingParams, caller: Caller
+) -> list[Prompt]:
     limit = services.info.max_model_len - 1
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
     if not given or len({type(item) for item in given}) > 1:
@@ -187,8 +193,8 @@ def _completion_prompts(services: Services, body: CompletionRequest, params: Sam
                 raise ApiError("invalid_request", f"prompt holds a token id outside 0..{vocab_size - 1}", "prompt")
             if len(given) > limit:
                 raise PromptTooLong(len(given), limit)
-            return [body.caching(Prompt((Segment(tuple(given)),)))]
-        return [body.caching(services.assembler.completion(text, max_tokens=limit)) for text in given]
+            return [body.caching(Prompt((Segment(tuple(given), scope=caller.scope),)))]
+        return [body.caching(services.assembler(caller).completion(text, max_tokens=limit)) for text in given]
     except PromptTooLong as e:
         raise services.too_long(e, params.max_tokens, "prompt") from e
     except ValueError as e:

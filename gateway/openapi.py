@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.access import OPEN_PATHS
 from gateway.embeddings import EmbeddingRequest
 from gateway.errors import CODES
 from gateway.schemas import ChatRequest, CompletionRequest, IngestBody, RagRequest
@@ -47,7 +48,8 @@ def openapi_document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Foreword", "version": version("foreword")},
         "paths": paths,
-        "components": {"schemas": {**components, "Error": _ERROR}},
+        "components": {"schemas": {**components, "Error": _ERROR}, "securitySchemes": _KEYS},
+        "security": [{name: []} for name in _KEYS],
     }
 
 
@@ -63,6 +65,8 @@ def _operation(path: str, summary: str, body: dict[str, Any] | None) -> dict[str
             },
         },
     }
+    if path in OPEN_PATHS:
+        operation["security"] = []
     if names:
         operation["parameters"] = [
             {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names
@@ -71,6 +75,12 @@ def _operation(path: str, summary: str, body: dict[str, Any] | None) -> dict[str
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return operation
 
+
+_KEYS: dict[str, Any] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+"""Either one, once the server has keys."""
 
 _ERROR: dict[str, Any] = {
     "type": "object",

@@ -80,10 +80,16 @@ class _Frame(msgspec.Struct, frozen=True):
 
 
 class PromptAssembler:
-    """Makes prompts for one tokenizer and caches the token ids of the texts it has seen."""
+    """Makes prompts for one tokenizer and caches the token ids of the texts it has seen.
 
-    def __init__(self, tokenizer: Tokenizer, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
+    Args: scope, of every segment: the tenant whose texts these are, so that only its requests find them in the cache.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, scope: str = SHARED_SCOPE, max_cached_tokens: int = MAX_CACHED_TOKENS
+    ) -> None:
         self.tokenizer = tokenizer
+        self._scope = scope
         self._ids: OrderedDict[tuple[bool, str], tuple[int, ...]] = OrderedDict()
         self._num_cached, self._max_cached = 0, max_cached_tokens
         # Unguessable, so no content can hold one of the private marks by chance or on purpose.
@@ -99,17 +105,16 @@ class PromptAssembler:
         history: Sequence[Message] = (),
         template: PromptTemplate = BUILT_IN,
         max_tokens: int,
-        scope: str = SHARED_SCOPE,
     ) -> Prompt:
         """[system][passage]...[tail], at most `max_tokens` long; the last passages are dropped where needed.
 
         Raises `PromptTooLong` if it does not fit without any passage, `ValueError` if the template refuses.
         """
         frame = self._frame(system)
-        head = self._segment(frame.before, SegmentKind.SYSTEM, scope)
+        head = self._segment(frame.before, SegmentKind.SYSTEM)
         turns = [(m.role, m.content) for m in history]
-        tail = self._segment(self._hide(template.tail(question, turns)) + frame.after, SegmentKind.TAIL, scope)
-        return self._fit([head], self._passages(passages, template, scope), tail, max_tokens)
+        tail = self._segment(self._hide(template.tail(question, turns)) + frame.after, SegmentKind.TAIL)
+        return self._fit([head], self._passages(passages, template), tail, max_tokens)
 
     def follow_up(
         self,
@@ -120,7 +125,6 @@ class PromptAssembler:
         *,
         template: PromptTemplate = BUILT_IN,
         max_tokens: int,
-        scope: str = SHARED_SCOPE,
     ) -> Prompt:
         """The next turn of a kept conversation: everything before, ids included, then glue, new passages, new tail."""
         frame = self._frame(DEFAULT_SYSTEM)
@@ -128,8 +132,8 @@ class PromptAssembler:
         end = next((i for i, t in enumerate(glue) if t not in answer_ids[-1:]), 0) if answer_ids else 0
         last = before[-1]
         turn = Segment((*last.token_ids, *answer_ids, *glue[end:]), last.kind, last.scope)
-        tail = self._segment(self._hide(template.tail(question, ())) + frame.after, SegmentKind.TAIL, scope)
-        return self._fit([*before[:-1], turn], self._passages(passages, template, scope), tail, max_tokens)
+        tail = self._segment(self._hide(template.tail(question, ())) + frame.after, SegmentKind.TAIL)
+        return self._fit([*before[:-1], turn], self._passages(passages, template), tail, max_tokens)
 
     def chat(
         self,
@@ -137,7 +141,6 @@ class PromptAssembler:
         documents: Sequence[PassageText] = (),
         *,
         max_tokens: int,
-        scope: str = SHARED_SCOPE,
     ) -> Prompt:
         """A chat by the model's own template; the caller's documents stand before the last user message's text.
 
@@ -146,21 +149,21 @@ class PromptAssembler:
         """
         hidden = [{**m, "content": self._hide(m["content"])} for m in messages]
         if not documents:
-            prompt = Prompt(self._message_segments(self.tokenizer.render_chat(hidden), scope))
+            prompt = Prompt(self._message_segments(self.tokenizer.render_chat(hidden)))
         else:
-            prompt = self._chat_with_documents(hidden, documents, scope)
+            prompt = self._chat_with_documents(hidden, documents)
         if prompt.num_tokens > max_tokens:
             raise PromptTooLong(prompt.num_tokens, max_tokens)
         return prompt
 
-    def completion(self, text: str, *, max_tokens: int, scope: str = SHARED_SCOPE) -> Prompt:
+    def completion(self, text: str, *, max_tokens: int) -> Prompt:
         """Plain text to continue, with the begin-of-text token that the model expects, if any."""
         ids = self._encode(self._hide(text), False)
         if not ids:
             raise ValueError("prompt must not be empty")
         if len(ids) > max_tokens:
             raise PromptTooLong(len(ids), max_tokens)
-        return Prompt((Segment(ids, SegmentKind.TEXT, scope),))
+        return Prompt((Segment(ids, SegmentKind.TEXT, self._scope),))
 
     def _fit(
         self, before: list[Segment], passages: Sequence[tuple[str, Segment]], tail: Segment, max_tokens: int
@@ -178,21 +181,19 @@ class PromptAssembler:
         segments = (*before, *(s for _, s in kept), tail)
         return Prompt(segments, tuple(i for i, _ in kept), tuple(dropped))
 
-    def _chat_with_documents(
-        self, messages: list[dict[str, Any]], documents: Sequence[PassageText], scope: str
-    ) -> Prompt:
+    def _chat_with_documents(self, messages: list[dict[str, Any]], documents: Sequence[PassageText]) -> Prompt:
         at = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
         if at is None:
             raise ValueError("messages: documents need a user message")
         mark = self._mark(0)
         marked = [*messages[:at], {**messages[at], "content": mark + messages[at]["content"]}, *messages[at + 1 :]]
         before, _, after = self.tokenizer.render_chat(marked).partition(mark)
-        passages = [s for _, s in self._passages(documents, BUILT_IN, scope)]
-        tail = self._segment(after, SegmentKind.TAIL, scope)
-        segments = (*self._message_segments(before, scope), *passages, tail)
+        passages = [s for _, s in self._passages(documents, BUILT_IN)]
+        tail = self._segment(after, SegmentKind.TAIL)
+        segments = (*self._message_segments(before), *passages, tail)
         return Prompt(segments, tuple(d.passage_id for d in documents))
 
-    def _message_segments(self, rendered: str, scope: str) -> tuple[Segment, ...]:
+    def _message_segments(self, rendered: str) -> tuple[Segment, ...]:
         """Segments that end with the control token that closes each message; the first is the system message."""
         pieces = self.tokenizer.split_control(rendered)
         closers = {t for t, i in self.tokenizer.control_tokens.items() if i in self.tokenizer.eos_token_ids}
@@ -208,13 +209,11 @@ class PromptAssembler:
         if not current.strip() and current and merged:
             merged[-1] += current
         kinds = [SegmentKind.SYSTEM if len(merged) > 1 and i == 0 else SegmentKind.TEXT for i in range(len(merged))]
-        return tuple(self._segment(t, k, scope) for t, k in zip(merged, kinds, strict=True))
+        return tuple(self._segment(t, k) for t, k in zip(merged, kinds, strict=True))
 
-    def _passages(
-        self, passages: Sequence[PassageText], template: PromptTemplate, scope: str
-    ) -> list[tuple[str, Segment]]:
+    def _passages(self, passages: Sequence[PassageText], template: PromptTemplate) -> list[tuple[str, Segment]]:
         texts = [self._hide(template.passage(p.title, p.text)) for p in passages]
-        segments = [self._segment(t, SegmentKind.PASSAGE, scope) for t in texts]
+        segments = [self._segment(t, SegmentKind.PASSAGE) for t in texts]
         return [(p.passage_id, s) for p, s in zip(passages, segments, strict=True)]
 
     def _frame(self, system: str) -> _Frame:
@@ -254,8 +253,8 @@ class PromptAssembler:
                 text = text.replace(control, private)
         return text
 
-    def _segment(self, rendered: str, kind: SegmentKind, scope: str) -> Segment:
-        return Segment(self._encode(rendered, True), kind, scope)
+    def _segment(self, rendered: str, kind: SegmentKind) -> Segment:
+        return Segment(self._encode(rendered, True), kind, self._scope)
 
     def _encode(self, rendered: str, with_control: bool) -> tuple[int, ...]:
         """Ids of rendered text, from the cache if it was seen before."""

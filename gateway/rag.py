@@ -7,12 +7,13 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engine import FinishReason, RequestOutput, RequestStats, SamplingParams, Segment, TokenCounts
 from gateway.citations import cite
 from gateway.errors import ApiError
+from gateway.keys import Caller
 from gateway.languages import language_name
 from gateway.prompt import BUILT_IN, Message, PassageText, Prompt, PromptTooLong
 from gateway.rag_reply import citation_dict, dropped_dicts, source_dict, tokens_by_kind
@@ -40,6 +41,13 @@ class Conversation:
     segments: tuple[Segment, ...] = ()
     answer_ids: tuple[int, ...] = ()
     is_busy: bool = False
+    collections: set[str] = field(default_factory=set)
+    """Where its passages come from: who may not use one of them may not go on with it."""
+
+    def add_source(self, collection: str, caller: Caller) -> None:
+        """Note where the next passages come from; there are none where the caller may not look."""
+        if caller.may_use(collection):
+            self.collections.add(collection)
 
 
 @dataclass(slots=True)
@@ -63,19 +71,20 @@ class RagPipeline:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        self._conversations: dict[str, OrderedDict[str, Conversation]] = {}
+        """By tenant and id."""
 
-    async def prepare(self, request: RagRequest, params: SamplingParams | None = None) -> Prepared:
+    async def prepare(self, request: RagRequest, caller: Caller, params: SamplingParams | None = None) -> Prepared:
         """Everything before the first token; `params` in place of the request's own. Raises `ApiError`."""
         s, started = self._services, time.perf_counter()
         s.check_model(request.model)
         if params is None:
             params = request.params(s.info.vocab_size, s.settings.gateway.default_max_tokens, temperature=0.0)
         language = None if request.language is None else language_name(request.language)
-        conversation_id, conversation = self._conversation(request)
-        found = await self._search(request)
+        conversation_id, conversation = self._conversation(request, caller)
+        found = await self._search(request, caller)
         assembling = time.perf_counter()
-        prompt = request.caching(self._assemble(request, found, params, conversation, language))
+        prompt = request.caching(self._assemble(request, found, params, conversation, language, caller))
         timings = {
             "embed_ms": found.embed_ms,
             "search_ms": found.search_ms,
@@ -92,10 +101,10 @@ class RagPipeline:
             conversation=conversation,
         )
 
-    async def answer(self, request: RagRequest) -> dict[str, Any]:
+    async def answer(self, request: RagRequest, caller: Caller) -> dict[str, Any]:
         """The whole reply at once."""
         reply: dict[str, Any] = {}
-        async with aclosing(self.events(await self.prepare(request))) as events:
+        async with aclosing(self.events(await self.prepare(request, caller))) as events:
             async for name, data in events:
                 if name == "final":
                     reply = data
@@ -168,30 +177,33 @@ class RagPipeline:
             p.conversation.segments, p.conversation.answer_ids = p.prompt.segments, tuple(tokens)
         yield "final", self._final(p, answer, citations, stats, reason)
 
-    def _conversation(self, request: RagRequest) -> tuple[str | None, Conversation | None]:
+    def _conversation(self, request: RagRequest, caller: Caller) -> tuple[str | None, Conversation | None]:
         """The conversation a request goes on with. The server makes the ids."""
         wanted = request.conversation_id
         if wanted is None:
             return None, None
+        own = self._conversations.setdefault(caller.tenant, OrderedDict())
         if wanted == NEW_CONVERSATION:
             new_id = f"conv-{uuid.uuid4().hex}"
-            self._conversations[new_id] = Conversation()
-            while len(self._conversations) > self._services.settings.gateway.max_conversations:
-                self._conversations.popitem(last=False)
-            return new_id, self._conversations[new_id]
-        if wanted not in self._conversations:
+            own[new_id] = Conversation()
+            own[new_id].add_source(request.collection, caller)
+            while len(own) > self._services.settings.gateway.max_conversations:
+                own.popitem(last=False)
+            return new_id, own[new_id]
+        if wanted not in own or not all(map(caller.may_use, own[wanted].collections)):
             raise ApiError("not_found", f"there is no conversation {wanted[:80]!r}", "conversation_id")
         if request.history or request.system is not None:
             raise ApiError("invalid_request", "a kept conversation takes no history and no system text", "history")
-        if self._conversations[wanted].is_busy:
+        if own[wanted].is_busy:
             raise ApiError("conversation_busy", "the last question of this conversation is still being answered")
-        self._conversations.move_to_end(wanted)
-        return wanted, self._conversations[wanted]
+        own.move_to_end(wanted)
+        own[wanted].add_source(request.collection, caller)
+        return wanted, own[wanted]
 
-    async def _search(self, r: RagRequest) -> SearchResult:
-        filters = r.filters or None
+    async def _search(self, r: RagRequest, caller: Caller) -> SearchResult:
+        filters, tenant = r.filters or None, caller.tenant_in(r.collection)
         request = SearchRequest(
-            r.query, r.collection, r.top_k, filters, r.mode, r.min_score, r.diversity, rerank=r.rerank
+            r.query, r.collection, r.top_k, filters, r.mode, r.min_score, r.diversity, r.rerank, tenant
         )
         return await guarded(self._services.retrieval.search(request))
 
@@ -202,11 +214,12 @@ class RagPipeline:
         params: SamplingParams,
         conversation: Conversation | None,
         language: str | None,
+        caller: Caller,
     ) -> Prompt:
         limit = self._services.info.max_model_len
         room = max(limit - params.max_tokens, limit // 2)
         passages = [PassageText(h.passage.passage_id, h.title, h.passage.text) for h in found.hits]
-        assembler = self._services.assembler
+        assembler = self._services.assembler(caller)
         template = self._services.templates.get(r.collection, BUILT_IN)
         # In the tail, where it changes nothing of what others can reuse.
         question = r.query if language is None else f"{r.query}\n\nAnswer in {language}."

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from litestar import Request, Response, delete, get, post
-from litestar.datastructures import UploadFile
 from litestar.response import Stream
 
 from gateway import sse
+from gateway.access import caller_of
 from gateway.errors import ApiError, decode_body
+from gateway.keys import Role
 from gateway.openai_routes import services_of
 from gateway.rag import Prepared, RagPipeline, guarded
-from gateway.schemas import IngestBody, RagRequest
-from retrieval import DEFAULT_COLLECTION, IngestRequest, Job, JobState, SourceFile
+from gateway.schemas import RagRequest
+from gateway.uploads import read_sources
+from retrieval import Document, Job, JobState
 
 AnyRequest = Request[Any, Any, Any]
 
@@ -27,14 +30,14 @@ def pipeline_of(request: AnyRequest) -> RagPipeline:
     return pipeline
 
 
-@post("/rag/query", status_code=200)
+@post("/rag/query", status_code=200, role=Role.QUERY)
 async def rag_query(request: AnyRequest) -> Response[Any] | Stream:
     """Answer a question over a collection, with citations, sources and what the cache did."""
     body = decode_body(await request.body(), RagRequest)
-    pipeline = pipeline_of(request)
+    pipeline, caller = pipeline_of(request), caller_of(request)
     if not body.stream:
-        return Response(await sse.until_disconnect(request, pipeline.answer(body)))
-    prepared = await sse.until_disconnect(request, pipeline.prepare(body))
+        return Response(await sse.until_disconnect(request, pipeline.answer(body, caller)))
+    prepared = await sse.until_disconnect(request, pipeline.prepare(body, caller))
     return sse.stream(_events(pipeline, prepared), services_of(request).settings.gateway.keep_alive_s)
 
 
@@ -49,68 +52,69 @@ async def _events(pipeline: RagPipeline, prepared: Prepared) -> AsyncGenerator[b
     yield sse.DONE
 
 
-@post("/rag/documents", status_code=200)
+@post("/rag/documents", status_code=200, role=Role.INGEST)
 async def add_documents(request: AnyRequest) -> Response[Any]:
     """Ingest files (multipart) or texts (JSON); answers when all are searchable, or at once with `?wait=false`."""
     retrieval = services_of(request).retrieval
-    job = await guarded(retrieval.ingest(await _ingest_request(request)))
+    job = await guarded(retrieval.ingest(await read_sources(request)))
     if request.query_params.get("wait", "true").lower() in ("false", "0", "no"):
         return Response(job_dict(job), status_code=202)
-    done = await guarded(retrieval.wait(job.job_id))
+    done = await guarded(retrieval.wait(job.job_id, job.tenant))
     if done.state is JobState.FAILED:
         first = done.errors[0]
         raise ApiError(first.code, "; ".join(e.message for e in done.errors)[:2000], first.name)
     return Response(job_dict(done))
 
 
-@get("/rag/documents")
+@get("/rag/documents", role=Role.QUERY)
 async def list_documents(request: AnyRequest) -> dict[str, Any]:
     """Documents in the order of ingest; `?collection=`, `?limit=` and `?offset=` choose."""
-    query = request.query_params
+    query, caller = request.query_params, caller_of(request)
     limit, offset = _number(query, "limit", 100), _number(query, "offset", 0)
-    found = await guarded(services_of(request).retrieval.documents(query.get("collection"), limit, offset))
-    return {"documents": [msgspec.to_builtins(d) for d in found]}
+    wanted = query.get("collection")
+    names = caller.collections if wanted is None else frozenset({wanted} if caller.may_use(wanted) else ())
+    found = await guarded(services_of(request).retrieval.documents(names, limit, offset, caller.tenant))
+    return {"documents": [document_dict(d) for d in found]}
 
 
-@get("/rag/documents/{document_id:str}")
+@get("/rag/documents/{document_id:str}", role=Role.QUERY)
 async def get_document(request: AnyRequest, document_id: str) -> dict[str, Any]:
     """One document with its passages."""
-    retrieval = services_of(request).retrieval
-    found = await guarded(retrieval.document(document_id))
-    if found is None:
-        raise ApiError("not_found", f"there is no document {document_id[:80]!r}", "document_id")
-    passages = await guarded(retrieval.passages(document_id))
-    return {**msgspec.to_builtins(found), "passages": [msgspec.to_builtins(p) for p in passages]}
+    retrieval, caller = services_of(request).retrieval, caller_of(request)
+    found = await _document(request, document_id)
+    passages = await guarded(retrieval.passages(document_id, caller.tenant))
+    return {**document_dict(found), "passages": [msgspec.to_builtins(p) for p in passages]}
 
 
-@delete("/rag/documents/{document_id:str}", status_code=200)
+@delete("/rag/documents/{document_id:str}", status_code=200, role=Role.INGEST)
 async def delete_document(request: AnyRequest, document_id: str) -> dict[str, Any]:
     """Delete a document everywhere."""
-    if not await guarded(services_of(request).retrieval.delete(document_id)):
-        raise ApiError("not_found", f"there is no document {document_id[:80]!r}", "document_id")
+    await _document(request, document_id)
+    if not await guarded(services_of(request).retrieval.delete(document_id, caller_of(request).tenant)):
+        raise _no_document(document_id)
     return {"document_id": document_id, "deleted": True}
 
 
-@get("/rag/jobs/{job_id:str}")
+@get("/rag/jobs/{job_id:str}", role=Role.INGEST)
 async def get_job(request: AnyRequest, job_id: str) -> dict[str, Any]:
     """An ingest job as it stands."""
-    job = await guarded(services_of(request).retrieval.job(job_id))
-    if job is None:
-        raise ApiError("not_found", f"there is no job {job_id[:80]!r}", "job_id")
-    return job_dict(job)
+    return job_dict(await _job(request, job_id))
 
 
-@post("/rag/jobs/{job_id:str}/retry", status_code=202)
+@post("/rag/jobs/{job_id:str}/retry", status_code=202, role=Role.INGEST)
 async def retry_job(request: AnyRequest, job_id: str) -> dict[str, Any]:
     """Ingest again what an ended job could not, for no fault of the sources: a full disk, a fault of ours."""
-    return job_dict(await guarded(services_of(request).retrieval.retry(job_id)))
+    await _job(request, job_id)
+    return job_dict(await guarded(services_of(request).retrieval.retry(job_id, caller_of(request).tenant)))
 
 
-@get("/rag/collections")
+@get("/rag/collections", role=Role.QUERY)
 async def list_collections(request: AnyRequest) -> dict[str, Any]:
     """Collections, and how many documents each holds."""
-    found = await guarded(services_of(request).retrieval.collections())
-    return {"collections": [{"collection": name, "num_documents": n} for name, n in found.items()]}
+    caller = caller_of(request)
+    found = await guarded(services_of(request).retrieval.collections(caller.tenant))
+    rows = [{"collection": name, "num_documents": n} for name, n in found.items() if caller.may_use(name)]
+    return {"collections": rows}
 
 
 def job_dict(job: Job) -> dict[str, Any]:
@@ -119,49 +123,38 @@ def job_dict(job: Job) -> dict[str, Any]:
     return out
 
 
-async def _ingest_request(request: AnyRequest) -> IngestRequest:
-    if request.content_type[0] == "multipart/form-data":
-        return await _from_form(request)
-    body = decode_body(await request.body(), IngestBody)
-    if not body.documents:
-        raise ApiError("invalid_request", "documents must not be empty", "documents")
-    sources = [
-        SourceFile(d.title or d.id or f"text-{i}", d.text.encode(), d.id, d.title, d.metadata or {}, "text/plain")
-        for i, d in enumerate(body.documents)
-    ]
-    return IngestRequest(tuple(_with_ids(sources)), body.collection)
+def document_dict(document: Document) -> dict[str, Any]:
+    """A document as JSON."""
+    out: dict[str, Any] = msgspec.to_builtins(document)
+    return out
 
 
-def _with_ids(sources: list[SourceFile]) -> list[SourceFile]:
-    """Texts without an id get one made of their content, so that the same text again is no new document."""
-    import hashlib
-
-    return [
-        s
-        if s.document_id is not None
-        else msgspec.structs.replace(s, document_id=hashlib.sha256(s.data + s.name.encode()).hexdigest()[:16])
-        for s in sources
-    ]
+async def _document(request: AnyRequest, document_id: str) -> Document:
+    """A document that the caller may see. Raises `ApiError`, for another's as for one that is not there."""
+    caller = caller_of(request)
+    found = await guarded(services_of(request).retrieval.document(document_id, caller.tenant))
+    if found is None or not caller.may_use(found.collection):
+        raise _no_document(document_id)
+    return found
 
 
-async def _from_form(request: AnyRequest) -> IngestRequest:
-    form = await request.form()
-    collection = str(form.get("collection") or request.query_params.get("collection") or DEFAULT_COLLECTION)
-    files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
-    if not files:
-        raise ApiError("invalid_request", "the form holds no file", "file")
-    given_id = form.get("id")
-    if given_id is not None and len(files) > 1:
-        raise ApiError("invalid_request", f"id names one document, but the form holds {len(files)} files", "id")
-    document_id = None if given_id is None else str(given_id)
-    sources = tuple([SourceFile(f.filename or "unnamed", await f.read(), document_id) for f in files])
-    return IngestRequest(sources, collection)
+def _no_document(document_id: str) -> ApiError:
+    return ApiError("not_found", f"there is no document {document_id[:80]!r}", "document_id")
+
+
+async def _job(request: AnyRequest, job_id: str) -> Job:
+    """A job that the caller may see. Raises `ApiError`, for another's as for one that is not there."""
+    caller = caller_of(request)
+    job = await guarded(services_of(request).retrieval.job(job_id, caller.tenant))
+    if job is None or not caller.may_use(job.collection):
+        raise ApiError("not_found", f"there is no job {job_id[:80]!r}", "job_id")
+    return job
 
 
 def _number(query: Any, name: str, default: int) -> int:
     raw = query.get(name)
     if raw is None:
         return default
-    if not str(raw).isdigit() or not 0 <= int(raw) <= 10_000:
-        raise ApiError("invalid_request", f"{name} must be a number from 0 to 10000, got {raw!r}", name)
+    if not re.fullmatch(r"[0-9]{1,5}", str(raw)) or int(raw) > 10_000:
+        raise ApiError("invalid_request", f"{name} must be a number from 0 to 10000, got {raw[:80]!r}", name)
     return int(raw)

@@ -118,10 +118,10 @@ class RetrievalClient:
         return job
 
     async def documents(
-        self, collection: str | None = None, limit: int = 100, offset: int = 0, tenant: str = ""
+        self, collections: frozenset[str] | None = None, limit: int = 100, offset: int = 0, tenant: str = ""
     ) -> list[Document]:
-        """Records in the order of ingest."""
-        documents: list[Document] = await self._call("documents", DocumentsRequest(collection, limit, offset, tenant))
+        """Records in the order of ingest, of some collections or of all."""
+        documents: list[Document] = await self._call("documents", DocumentsRequest(collections, limit, offset, tenant))
         return documents
 
     async def collections(self, tenant: str = "") -> dict[str, int]:

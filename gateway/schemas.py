@@ -220,9 +220,10 @@ class RagRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class IngestDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A document given as text."""
+    """A document given as text, or by a URL where the server allows that."""
 
-    text: str
+    text: str | None = None
+    url: str | None = None
     id: str | None = None
     title: str | None = None
     metadata: dict[str, Any] | None = None

@@ -20,16 +20,21 @@ import uvicorn
 from gateway.app import make_app
 from gateway.commands import ask_url, ingest_url
 from gateway.engine_client import LocalEngineClient
+from gateway.keys import KeyFile, KeysError
+from gateway.limits import BoundedHeadProtocol
 from gateway.models import resolve_embedder, resolve_model
 from gateway.retrieval_client import RetrievalClient
 from gateway.services import Services
-from gateway.settings import Settings
+from gateway.settings import Settings, SettingsError
 from gateway.templates import load_templates
 
 REPO = Path(__file__).resolve().parents[1]
 DEMO_COLLECTION = "foreword"
 DEMO_QUESTION = "What does quantization auto keep?"
 READY_POLL_S = 0.1
+OPEN_WARNING = """foreword: WARNING: listening on {host} without an API key: whoever reaches this port can
+read and delete all documents, and use the model. Once `foreword keys create` has made a key, every caller needs one.
+"""
 
 
 def make_services(settings: Settings) -> Services:
@@ -64,6 +69,10 @@ class Server:
         g = settings.gateway
         self._settings = settings
         self._services = make_services(settings)
+        try:
+            self._services.keys.read()
+        except KeysError as e:
+            raise SettingsError(str(e)) from e
         self._fatal: str | None = None
         app = make_app(self._services, self._on_fatal)
         self._uvicorn = _Uvicorn(
@@ -75,6 +84,7 @@ class Server:
                 timeout_graceful_shutdown=int(g.shutdown_grace_s),
                 access_log=g.log_level == "debug",
                 server_header=False,
+                http=BoundedHeadProtocol,
             )
         )
         self.url = f"http://{'127.0.0.1' if g.host == '0.0.0.0' else g.host}:{g.port}"
@@ -86,10 +96,8 @@ class Server:
         if not _is_free(g.host, g.port):
             print(f"foreword: port {g.port} on {g.host} is in use", file=sys.stderr)
             return 1
-        if not _is_loopback(g.host):
-            print(
-                f"foreword: listening on {g.host} without access control: anyone can read and delete", file=sys.stderr
-            )
+        if (warning := exposure(g.host, self._services.keys)) is not None:
+            print(warning, file=sys.stderr)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.end)
@@ -135,6 +143,11 @@ class Server:
     def _on_fatal(self, why: str) -> None:
         self._fatal = why
         self._uvicorn.should_exit = True
+
+
+def exposure(host: str, keys: KeyFile) -> str | None:
+    """What to warn of: a server that others can reach and that asks for no key."""
+    return None if _is_loopback(host) or not keys.is_open else OPEN_WARNING.format(host=host)
 
 
 def serve(settings: Settings) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -12,11 +13,16 @@ from pathlib import Path
 from engine import EngineInfo, EngineRequest, FinishReason, RequestOutput, SamplingParams, Tokenizer, load_tokenizer
 from gateway.engine_client import EngineClient, EngineDead
 from gateway.errors import ApiError
+from gateway.fetch import UrlFetcher
+from gateway.keys import Caller, KeyFile
 from gateway.metrics import Metrics
 from gateway.prompt import Prompt, PromptAssembler, PromptTooLong
 from gateway.retrieval_client import RetrievalClient
 from gateway.settings import Settings
 from gateway.templates import PromptTemplate
+
+MAX_ASSEMBLERS = 32
+"""Tenants whose texts' token ids are kept; the longest unused ones are made again when needed."""
 
 
 class Services:
@@ -36,27 +42,37 @@ class Services:
         self.metrics = Metrics()
         self.templates = templates or {}
         """Prompt templates by collection."""
+        self.keys = KeyFile(settings.data_dir)
+        self.urls = UrlFetcher()
         self.is_draining = False
         self._model_path = model_path
-        self._assembler: PromptAssembler | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._assemblers: OrderedDict[str, PromptAssembler] = OrderedDict()
 
     @property
     def is_ready(self) -> bool:
         """Whether a question can be answered now."""
-        parts = self.engine.is_ready and self.retrieval.is_ready and self._assembler is not None
+        parts = self.engine.is_ready and self.retrieval.is_ready and self._tokenizer is not None
         return parts and not self.is_draining
 
-    @property
-    def assembler(self) -> PromptAssembler:
-        """Prompt assembly. Raises `ApiError` while the model's tokenizer is being loaded."""
-        if self._assembler is None:
-            raise ApiError("engine_unavailable", "the engine is starting")
-        return self._assembler
+    def assembler(self, caller: Caller) -> PromptAssembler:
+        """Prompt assembly for a tenant, with token ids of its own texts only: none is spared by another's.
+
+        Raises `ApiError` while the model's tokenizer is being loaded.
+        """
+        if caller.scope not in self._assemblers:
+            self._assemblers[caller.scope] = PromptAssembler(self.tokenizer, caller.scope)
+        self._assemblers.move_to_end(caller.scope)
+        while len(self._assemblers) > MAX_ASSEMBLERS:
+            self._assemblers.popitem(last=False)
+        return self._assemblers[caller.scope]
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `ApiError` while it is being loaded."""
-        return self.assembler.tokenizer
+        if self._tokenizer is None:
+            raise ApiError("engine_unavailable", "the engine is starting")
+        return self._tokenizer
 
     @property
     def info(self) -> EngineInfo:
@@ -69,10 +85,9 @@ class Services:
 
     async def start(self) -> None:
         """Start all parts at once. Raises `EngineDead`, `RetrievalDead` or `CheckpointError` if one cannot start."""
-        tokenizer, _, _ = await asyncio.gather(
+        self._tokenizer, _, _ = await asyncio.gather(
             asyncio.to_thread(load_tokenizer, self._model_path), self.engine.start(), self.retrieval.start()
         )
-        self._assembler = PromptAssembler(tokenizer)
 
     async def stop(self) -> None:
         """End all parts."""

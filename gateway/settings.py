@@ -21,7 +21,12 @@ import msgspec
 from engine import EngineConfig
 from gateway.models import DEFAULT_EMBEDDER
 
-RESERVED = frozenset({"FOREWORD_CACHE", "FOREWORD_CONFIG", "FOREWORD_TEST_DATA", "FOREWORD_PYTHON_DOC"})
+RESERVED = frozenset(
+    {
+        *("FOREWORD_CACHE", "FOREWORD_CONFIG", "FOREWORD_TEST_DATA", "FOREWORD_PYTHON_DOC"),
+        *("FOREWORD_API_KEY", "FOREWORD_EMBEDDER_KEY"),
+    }
+)
 """Variables that are no settings."""
 
 
@@ -57,6 +62,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Never fetch a model; fail if one is missing."""
     max_body_bytes: int = 64 * 1024 * 1024
     """Largest request body, uploads included."""
+    max_file_bytes: int = 64 * 1024 * 1024
+    """Largest single file or text to ingest."""
+    max_files: int = 1000
+    """Most files or texts in one request."""
+    allow_url_ingest: bool = False
+    """Fetch documents by `url` in POST /rag/documents; of public hosts only."""
     keep_alive_s: float = 10.0
     """Seconds without an event after which a stream sends a comment, so that proxies keep it open."""
     shutdown_grace_s: float = 20.0
@@ -68,7 +79,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     prompt_templates: str = ""
     """Folder of prompt templates, COLLECTION.jinja; empty for none."""
     max_conversations: int = 1000
-    """Conversations kept in memory; the longest unused goes first."""
+    """Conversations kept in memory for each tenant; the longest unused goes first."""
     log_level: str = "warning"
     """debug, info, warning or error."""
 

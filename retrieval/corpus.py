@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -71,8 +71,8 @@ class Corpus(Protocol):
     def document(self, tenant: str, document_id: str) -> Document | None:
         """A document's record."""
 
-    def documents(self, tenant: str, collection: str | None, limit: int, offset: int) -> list[Document]:
-        """A tenant's records in the order of ingest, of one collection or of all. A negative limit is none."""
+    def documents(self, tenant: str, collections: Set[str] | None, limit: int, offset: int) -> list[Document]:
+        """A tenant's records in the order of ingest, of some collections or of all. A negative limit is none."""
 
     def passages_of(self, tenant: str, document_id: str) -> list[Passage]:
         """A document's passages, in order."""

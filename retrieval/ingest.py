@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 import time
+import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -74,11 +75,13 @@ class Ingest:
             return self._parse(source, name)
         except ParseError as e:
             return SourceError(name, e.code, str(e))
+        except RecursionError:
+            return SourceError(name, "bad_document", f"{name} is nested too deeply")
         except Exception as e:  # a fault of ours with one source must not lose the others
             return _internal_error(name, e)
 
     def _parse(self, source: SourceFile, name: str) -> _Prepared | Document:
-        document_id = source.document_id or derived_id(self._collection, name)
+        document_id = derived_id(self._collection, name) if source.document_id is None else source.document_id
         check_document_id(document_id)
         content = hashlib.sha256(
             msgspec.msgpack.encode((source.data, name, source.title, source.metadata), order="sorted")
@@ -86,7 +89,7 @@ class Ingest:
         )
         known = self._corpus.document(self._tenant, document_id)
         if known is not None and known.collection != self._collection:
-            raise ParseError("invalid_id", f"the id {document_id!r} is taken by a document of {known.collection!r}")
+            raise ParseError("invalid_id", f"the id {document_id!r} is taken by a document of another collection")
         if known is not None and known.content_sha256 == content.hexdigest():
             return known
         parsed = parse(name, source.data, source.media_type)
@@ -154,10 +157,12 @@ class Ingest:
 
 
 def check_document_id(document_id: str) -> None:
-    """Raise `ParseError` (invalid_id) for an id that is empty, over 200 long, or holds a slash or control character."""
-    if not 1 <= len(document_id) <= 200 or re.search(r"[\x00-\x1f\x7f/\\]", document_id):
+    """Raise `ParseError` (invalid_id) for an id that could not stand in a URL, or is empty or over 200 long."""
+    is_step = document_id in (".", "..")  # which clients take out of a URL
+    if is_step or not 1 <= len(document_id) <= 200 or re.search(r"[\x00-\x1f\x7f/\\]", document_id):
         raise ParseError(
-            "invalid_id", f"document id {document_id[:80]!r} is empty, too long, or holds / \\ or control characters"
+            "invalid_id",
+            f"document id {document_id[:80]!r} is empty, too long, . or .., or holds / \\ or control characters",
         )
 
 
@@ -173,5 +178,6 @@ def derived_id(collection: str, name: str) -> str:
 
 
 def _internal_error(name: str, e: Exception) -> SourceError:
-    log.error("%s was not ingested", name, exc_info=e)
+    # Neither the name, which may be a title, nor the fault's own words: they may hold text of the document.
+    log.error("a source was not ingested: %s\n%s", type(e).__name__, "".join(traceback.format_tb(e.__traceback__)))
     return SourceError(name, "internal_error", f"{type(e).__name__}: {e}")

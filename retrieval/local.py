@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,13 +137,13 @@ class LocalCorpus:
             serial = self._serials.get((tenant, document_id))
             return None if serial is None else self._documents[serial]
 
-    def documents(self, tenant: str, collection: str | None, limit: int, offset: int) -> list[Document]:
+    def documents(self, tenant: str, collections: Set[str] | None, limit: int, offset: int) -> list[Document]:
         """A tenant's records in the order of ingest."""
         with self._lock:
             fits = [
                 d
                 for d in self._documents.values()
-                if d.tenant == tenant and (collection is None or d.collection == collection)
+                if d.tenant == tenant and (collections is None or d.collection in collections)
             ]
         return fits[offset:] if limit < 0 else fits[offset : offset + limit]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import LiteralString
 
@@ -118,15 +118,15 @@ class PostgresCorpus:
             row = db.execute(sql, (tenant, clean_text(document_id))).fetchone()
         return msgspec.msgpack.decode(row[0], type=Document) if row else None
 
-    def documents(self, tenant: str, collection: str | None, limit: int, offset: int) -> list[Document]:
+    def documents(self, tenant: str, collections: Set[str] | None, limit: int, offset: int) -> list[Document]:
         """A tenant's records in the order of ingest."""
         sql: LiteralString = (
-            "SELECT record FROM foreword.documents WHERE tenant = %s AND (%s::text IS NULL OR collection = %s)"
+            "SELECT record FROM foreword.documents WHERE tenant = %s AND (%s::text[] IS NULL OR collection = ANY (%s))"
             " ORDER BY serial LIMIT %s OFFSET %s"
         )
-        name = None if collection is None else clean_text(collection)
+        names = None if collections is None else [clean_text(c) for c in collections]
         with self._db.transaction() as db:
-            rows = db.execute(sql, (tenant, name, name, None if limit < 0 else limit, offset)).fetchall()
+            rows = db.execute(sql, (tenant, names, names, None if limit < 0 else limit, offset)).fetchall()
         return [msgspec.msgpack.decode(record, type=Document) for (record,) in rows]
 
     def passages_of(self, tenant: str, document_id: str) -> list[Passage]:

@@ -18,18 +18,22 @@ LEXICAL_WEIGHT = 0.25
 MAX_TOP_K = 100
 
 
-def fuse(mode: SearchMode, candidates: Sequence[Candidate]) -> dict[int, Scores]:
-    """Scores by key. BM25 is taken relative to the best of the candidates."""
+def fuse(mode: SearchMode, candidates: Sequence[Candidate], baseline: float = 0.0) -> dict[int, Scores]:
+    """Scores by key. BM25 is taken relative to the best of the candidates, in hybrid search cosines to `baseline`.
+
+    Args: baseline, the embedder's cosine of texts that have nothing to do with each other.
+    """
     best = max((c.lexical for c in candidates), default=0.0)
-    return {c.key: _fused(mode, c, c.lexical / best if best else 0.0) for c in candidates}
+    return {c.key: _fused(mode, c, c.lexical / best if best else 0.0, baseline) for c in candidates}
 
 
-def _fused(mode: SearchMode, c: Candidate, relative: float) -> Scores:
+def _fused(mode: SearchMode, c: Candidate, relative: float, baseline: float) -> Scores:
     dense = min(max(c.cosine, 0.0), 1.0)
+    likeness = max(dense - baseline, 0.0) / (1 - baseline)
     fused = {
         SearchMode.DENSE: dense,
         SearchMode.LEXICAL: relative,
-        SearchMode.HYBRID: (1 - LEXICAL_WEIGHT) * dense + LEXICAL_WEIGHT * relative,
+        SearchMode.HYBRID: (1 - LEXICAL_WEIGHT) * likeness + LEXICAL_WEIGHT * relative,
     }[mode]
     return Scores(dense, c.lexical, fused)
 

@@ -6,7 +6,7 @@ import logging
 import time
 import unicodedata
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ from retrieval.api import (
     JobState,
     Passage,
     RetrievalStats,
+    SearchMode,
     SearchRequest,
     SearchResult,
     SourceError,
@@ -28,7 +29,7 @@ from retrieval.api import (
 )
 from retrieval.corpus import Corpus
 from retrieval.dense import Vectors
-from retrieval.embed import Embedder, make_embedder
+from retrieval.embed import Embedder, make_embedder, unrelated_cosine
 from retrieval.ingest import MAX_OVERLAP, Ingest, Outcome
 from retrieval.local import LocalCorpus
 from retrieval.ranking import check_collection, check_search, diversify, fuse, group_twins, is_good, make_hits
@@ -64,6 +65,7 @@ class Retriever:
             raise ValueError(f"passage_overlap must be between 0 and {MAX_OVERLAP} tokens, got {overlap}")
         self.embedder = make_embedder(embedder, num_threads)
         self.reranker: Reranker | None = None if reranker is None else CrossEncoderReranker(reranker, num_threads)
+        self._baseline: float | None = None
         self._overlap = overlap
         self.is_shared = bool(store)
         """Whether other processes use the same corpus."""
@@ -82,6 +84,10 @@ class Retriever:
     def load(self) -> None:
         """Load the models now instead of on first use."""
         self.embedder.load()
+        try:
+            self._unrelated_cosine()
+        except ValueError as e:  # an endpoint that does not answer now may answer the first question
+            log.warning("%s", e)
         if self.reranker is not None:
             self.reranker.load()
 
@@ -189,10 +195,10 @@ class Retriever:
         return self._corpus.unfinished_jobs()
 
     def documents(
-        self, collection: str | None = None, limit: int = 100, offset: int = 0, tenant: str = ""
+        self, collections: Set[str] | None = None, limit: int = 100, offset: int = 0, tenant: str = ""
     ) -> list[Document]:
-        """Records in the order of ingest, of one collection or of all."""
-        return self._corpus.documents(tenant, collection, limit, offset)
+        """Records in the order of ingest, of some collections or of all."""
+        return self._corpus.documents(tenant, collections, limit, offset)
 
     def document(self, document_id: str, tenant: str = "") -> Document | None:
         """A document's record."""
@@ -227,9 +233,10 @@ class Retriever:
     def _search(self, request: SearchRequest, vector: Vectors) -> SearchResult:
         started = time.perf_counter()
         least = request.min_score or {}
+        baseline = self._unrelated_cosine() if request.mode is SearchMode.HYBRID else 0.0
         with self._corpus.view() as view:
             candidates = view.candidates(request, vector, max(CANDIDATES, request.top_k))
-            scores = fuse(request.mode, candidates)
+            scores = fuse(request.mode, candidates, baseline)
             fits = [k for k in scores if is_good(scores[k], least)]
             ranked = sorted(fits, key=lambda k: (-scores[k].fused, k))
             twins = group_twins(ranked, {c.key: c.text_sum for c in candidates})
@@ -253,6 +260,11 @@ class Retriever:
         if self._is_reranked(request):
             return max(RERANKED, request.top_k)
         return None if request.diversity else request.top_k
+
+    def _unrelated_cosine(self) -> float:
+        if self._baseline is None:
+            self._baseline = unrelated_cosine(self.embedder)
+        return self._baseline
 
     def _is_reranked(self, request: SearchRequest) -> bool:
         return self.reranker is not None and request.rerank is not False

@@ -25,7 +25,8 @@ STORE = "FOREWORD_STORE"
 class DocumentsRequest(msgspec.Struct, frozen=True):
     """Which records to list."""
 
-    collection: str | None = None
+    collections: frozenset[str] | None = None
+    """None: all of the tenant's."""
     limit: int = 100
     offset: int = 0
     tenant: str = ""

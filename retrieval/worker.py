@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,10 @@ class RetrievalServer:
         except ValueError as e:
             reply = Reply(call.call_id, error_type="ValueError", error=str(e))
         except Exception as e:  # a failing call must not end the worker; the caller gets the fault
-            traceback.print_exc()
-            reply = Reply(call.call_id, error_type=type(e).__name__, error=str(e))
+            # Its own words may hold text of a document or a question, so they go neither to the log nor to a client.
+            frames = "".join(traceback.format_tb(e.__traceback__))
+            log.error("%s failed: %s\n%s", call.method, type(e).__name__, frames)
+            reply = Reply(call.call_id, error_type=type(e).__name__, error=f"{call.method} failed; the log says where")
         await self._send(reply)
 
     async def _send(self, message: FromWorker) -> None:
@@ -110,11 +113,21 @@ class RetrievalServer:
                 results = await loop.run_in_executor(self._search_pool, self._retriever.search_many, requests)
                 for (_, future), result in zip(batch, results, strict=True):
                     future.set_result(result)
-            except Exception as e:  # handed to every caller of this batch
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(e)
+            except Exception as e:  # a question's fault is its own, and no other caller hears of it
+                if len(batch) == 1:
+                    batch[0][1].set_exception(e)
+                else:
+                    await self._search_alone(batch)
         self._searching = None
+
+    async def _search_alone(self, batch: Sequence[tuple[SearchRequest, asyncio.Future[SearchResult]]]) -> None:
+        """Answer the questions of a batch that failed one by one."""
+        loop = asyncio.get_running_loop()
+        for request, future in batch:
+            try:
+                future.set_result(await loop.run_in_executor(self._search_pool, self._retriever.search, request))
+            except Exception as e:  # handed to the one caller
+                future.set_exception(e)
 
     async def _do_ingest(self, request: IngestRequest) -> Job:
         job = await asyncio.to_thread(self._retriever.submit, request)
@@ -122,7 +135,8 @@ class RetrievalServer:
         return job
 
     async def _do_retry(self, r: ById) -> Job:
-        if r.id in self._jobs:
+        running = self._jobs.get(r.id)
+        if running is not None and running.tenant == r.tenant:
             raise ValueError(f"job_id: the job {r.id!r} has not ended")
         job = await asyncio.to_thread(self._retriever.retry_job, r.tenant, r.id)
         self._begin(job)
@@ -180,7 +194,7 @@ class RetrievalServer:
         return await asyncio.to_thread(self._retriever.job, r.tenant, r.id)
 
     async def _do_documents(self, r: DocumentsRequest) -> Any:
-        return await asyncio.to_thread(self._retriever.documents, r.collection, r.limit, r.offset, r.tenant)
+        return await asyncio.to_thread(self._retriever.documents, r.collections, r.limit, r.offset, r.tenant)
 
     async def _do_collections(self, tenant: str) -> Any:
         return await asyncio.to_thread(self._retriever.collections, tenant)

@@ -131,6 +131,20 @@ def test_a_template_without_system_role_gets_its_text_in_the_user_message(tokeni
     assert text_of(other, prompt).startswith("<|im_start|>user\nBe brief.\n\nTitle 0\n")
 
 
+def test_every_segment_has_the_assemblers_scope(tokenizer: Tokenizer) -> None:
+    own = PromptAssembler(tokenizer, "tenant/a")
+    messages = [{"role": "system", "content": "S."}, {"role": "user", "content": "Hi"}]
+    first = own.rag("Q", PASSAGES[:2], history=[Message("user", "x")], max_tokens=999)
+    prompts = [
+        first,
+        own.follow_up(first.segments, [100], "Q", PASSAGES[2:], max_tokens=999),
+        own.chat(messages, max_tokens=999),
+        own.chat(messages, PASSAGES[:1], max_tokens=999),
+        own.completion("x", max_tokens=999),
+    ]
+    assert {s.scope for p in prompts for s in p.segments} == {"tenant/a"}
+
+
 LLAMA_3 = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"

@@ -103,6 +103,9 @@ def test_collections_and_tenants_never_mix(corpus: Corpus) -> None:
     assert [d.tenant for d in corpus.documents("t", None, 9, 0)] == ["t"]
     assert (corpus.collections("t"), corpus.collections("")) == ({"one": 1}, {"one": 1, "two": 1})
     assert corpus.collections(None) == {"one": 2, "two": 1}
+    for names, ids in (({"one"}, ["a"]), ({"two", "one", "none"}, ["a", "b"]), ({"\0"}, []), (set(), [])):
+        assert [d.document_id for d in corpus.documents("", names, 9, 0)] == ids
+    assert [d.document_id for d in corpus.documents("", {"one", "two"}, 1, 1)] == ["b"]
     assert corpus.document("t", "b") is None
     assert not corpus.delete("t", "b")
     assert corpus.delete("t", "a")

