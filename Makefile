@@ -6,7 +6,7 @@ BIN := .venv/bin
 DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := .venv/.installed-$(DEVICE)
 
-.PHONY: help install run test test-all check loadtest clean
+.PHONY: help install run test test-all check loadtest clients fuzz-api clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -46,5 +46,16 @@ check: $(STAMP)-test ## lint, types, import rules, tests
 loadtest: $(STAMP)-test ## run locust headless against a server of its own
 	$(BIN)/python -m loadtest.run --serve --users 4 --run-time 30
 
+.venv-clients/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --disable-pip-version-check -q -r $<
+	@touch $@
+
+clients: $(STAMP)-test .venv-clients/.installed ## run LangChain and llm, unchanged, against a server
+	$(BIN)/python tests/clients/run.py clients .venv-clients/bin/python
+
+fuzz-api: $(STAMP)-test .venv-clients/.installed ## run schemathesis over our OpenAPI document
+	$(BIN)/python tests/clients/run.py fuzz .venv-clients/bin/python
+
 clean: ## delete .venv and caches
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

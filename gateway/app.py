@@ -15,11 +15,13 @@ from litestar.types import ASGIApp
 
 from gateway.access import Gate, check_role
 from gateway.debug_routes import debug_cache, debug_scheduler
+from gateway.embeddings import embeddings
 from gateway.engine_client import EngineDead
 from gateway.errors import ApiError, on_api_error, on_http_error, on_unexpected
 from gateway.front import admit, observe
 from gateway.keys import Role
-from gateway.openai_routes import chat_completions, completions, list_models, services_of
+from gateway.model_list import get_model, list_models
+from gateway.openai_routes import chat_completions, completions, services_of
 from gateway.openapi import openapi_document
 from gateway.rag import RagPipeline
 from gateway.rag_routes import (
@@ -123,7 +125,7 @@ def _routes(services: Services, on_fatal: Callable[[str], None] | None) -> Lites
             *(rag_query, add_documents, list_documents, get_document, delete_document, get_job),
             *(retry_job, list_collections),
             *(debug_scheduler, debug_cache),
-            *(chat_completions, completions, list_models),
+            *(chat_completions, completions, embeddings, list_models, get_model),
         ],
         on_startup=[startup],
         on_shutdown=[shutdown],

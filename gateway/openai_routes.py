@@ -1,4 +1,4 @@
-"""OpenAI-compatible routes: chat completions, completions, models."""
+"""OpenAI-compatible routes: chat completions and completions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from litestar import Request, Response, get, post
+from litestar import Request, Response, post
 from litestar.response import Stream
 
 from engine import CacheMode, RequestOutput, RequestStats, SamplingParams, Segment, TokenLogprobs
 from gateway import sse
 from gateway.access import caller_of
+from gateway.chat_rag import MODEL_PREFIX, ChatRag, prepare_chat, wants_rag
 from gateway.errors import ApiError, decode_body
 from gateway.keys import Caller, Role
 from gateway.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.prompt import PassageText, Prompt, PromptTooLong
+from gateway.rag import RagPipeline
 from gateway.schemas import ChatRequest, CompletionRequest, message_dicts, strip_neutral
 from gateway.services import Services
 from gateway.turns import assemble
@@ -28,6 +30,7 @@ from gateway.usage import certified_dict, usage_dict
 
 AnyRequest = Request[Any, Any, Any]
 DEFAULT_TEMPERATURE = 1.0
+RAG_TEMPERATURE = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +62,44 @@ async def chat_completions(request: AnyRequest) -> Response[Any] | Stream:
     """Continue a chat; the caller may bring `documents`, which are placed as retrieved passages are."""
     services = services_of(request)
     body: ChatRequest = read_openai(await request.body(), ChatRequest)
-    services.check_model(body.model)
+    is_rag = wants_rag(body)
+    services.check_model("default" if is_rag and body.model.startswith(MODEL_PREFIX) else body.model)
     services.check_cache(body.cache)
-    params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, DEFAULT_TEMPERATURE)
-    num_chars, caller = body.num_chars(), caller_of(request)
-    services.check_length(num_chars, params.max_tokens, "messages")
-    prompt = await assemble(num_chars, lambda: _chat_prompt(services, body, params, caller))
-    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": services.info.model}
+    temperature = RAG_TEMPERATURE if is_rag else DEFAULT_TEMPERATURE
+    params = body.params(services.info.vocab_size, services.settings.gateway.default_max_tokens, temperature)
+    rag = await _chat_rag(request, body, params) if is_rag else None
+    outputs = rag.outputs() if rag else await _chat_outputs(services, body, params, caller_of(request))
+    model = body.model if body.model.startswith(MODEL_PREFIX) else services.info.model
+    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        events = _chat_events(services, prompt, params, head, wants_usage)
+        events = _chat_events(services, outputs, params, head, wants_usage, rag, body.cache)
         return sse.stream(events, services.settings.gateway.keep_alive_s)
-    answers = await sse.until_disconnect(request, collect(services, prompt, params))
-    choices = [_chat_choice(services, a) for a in answers]
+    answers = await sse.until_disconnect(request, collect(outputs, params.n))
+    choices = [_chat_choice(services, a, rag) for a in answers]
     usage = usage_dict([answers[0].stats], [a.stats for a in answers[1:]])
-    reply = {**head, "object": "chat.completion", "choices": choices, "usage": usage, **certified_dict(prompt.cache)}
+    reply = {**head, "object": "chat.completion", "choices": choices, "usage": usage, **certified_dict(body.cache)}
+    reply |= rag.report(answers[0].stats) if rag else {}
     return Response({**reply, **_prompt_logprobs(services, params, answers[0])})
 
 
-def _chat_choice(services: Services, answer: Answer) -> dict[str, Any]:
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
+async def _chat_outputs(
+    services: Services, body: ChatRequest, params: SamplingParams, caller: Caller
+) -> AsyncGenerator[RequestOutput, None]:
+    num_chars = body.num_chars()
+    services.check_length(num_chars, params.max_tokens, "messages")
+    return services.generate(await assemble(num_chars, lambda: _chat_prompt(services, body, params, caller)), params)
+
+
+async def _chat_rag(request: AnyRequest, body: ChatRequest, params: SamplingParams) -> ChatRag:
+    pipeline: RagPipeline = request.app.state["pipeline"]
+    work = prepare_chat(services_of(request), pipeline, body, params, caller_of(request), str(request.base_url))
+    return await sse.until_disconnect(request, work)
+
+
+def _chat_choice(services: Services, answer: Answer, rag: ChatRag | None) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    message |= {"annotations": rag.annotations(answer.text)} if rag else {}
     logprobs = chat_logprobs(services.tokenizer, answer.logprobs) if answer.logprobs else None
     return {"index": answer.index, "message": message, "finish_reason": answer.reason, "logprobs": logprobs}
 
@@ -102,7 +123,7 @@ async def completions(request: AnyRequest) -> Response[Any] | Stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         events = _completion_events(services, prompts[0], params, head, wants_usage)
         return sse.stream(events, services.settings.gateway.keep_alive_s)
-    work = _gather([collect(services, p, params) for p in prompts])
+    work = _gather([collect(services.generate(p, params), params.n) for p in prompts])
     done = await sse.until_disconnect(request, work)
     choices = [
         {
@@ -125,19 +146,10 @@ def _prompt_logprobs(services: Services, params: SamplingParams, first: Answer) 
     return {"prompt_logprobs": prompt_logprobs(services.tokenizer, first.prompt_logprobs)}
 
 
-@get("/v1/models", role=Role.QUERY)
-async def list_models(request: AnyRequest) -> dict[str, Any]:
-    """The model that is served; `default` always means it."""
-    info = services_of(request).info
-    names = (info.model, "default")
-    rows = [{"id": n, "object": "model", "created": 0, "owned_by": "foreword"} for n in names]
-    return {"object": "list", "data": [{**r, "max_model_len": info.max_model_len} for r in rows]}
-
-
-async def collect(services: Services, prompt: Prompt, params: SamplingParams) -> list[Answer]:
-    """All continuations of a prompt, whole, in order of their index."""
-    outputs: list[list[RequestOutput]] = [[] for _ in range(params.n)]
-    async with aclosing(services.generate(prompt, params)) as arriving:
+async def collect(outputs_of_all: AsyncGenerator[RequestOutput, None], n: int) -> list[Answer]:
+    """The n continuations of a prompt, whole, in order of their index."""
+    outputs: list[list[RequestOutput]] = [[] for _ in range(n)]
+    async with aclosing(outputs_of_all) as arriving:
         async for out in arriving:
             outputs[out.index].append(out)
     return [_answer(index, of_one) for index, of_one in enumerate(outputs)]
@@ -204,26 +216,37 @@ def _completion_prompts(
 
 
 async def _chat_events(
-    services: Services, prompt: Prompt, params: SamplingParams, head: dict[str, Any], wants_usage: bool
+    services: Services,
+    outputs: AsyncGenerator[RequestOutput, None],
+    params: SamplingParams,
+    head: dict[str, Any],
+    wants_usage: bool,
+    rag: ChatRag | None,
+    cache: CacheMode | None,
 ) -> AsyncGenerator[bytes, None]:
     head = {**head, "object": "chat.completion.chunk"}
+    texts = [""] * params.n
 
-    def chunk(index: int, delta: dict[str, str], reason: str | None, logprobs: Any = None, **extra: Any) -> bytes:
+    def chunk(index: int, delta: dict[str, Any], reason: str | None, logprobs: Any = None, **extra: Any) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
         return sse.event({**head, "choices": [choice], "usage": None, **extra})
 
     for index in range(params.n):
-        yield chunk(index, {"role": "assistant", "content": ""}, None)
-    totals = _Totals(params, prompt.cache)
+        before = rag.sources() if rag and index == 0 else {}
+        yield chunk(index, {"role": "assistant", "content": ""}, None, **before)
+    totals = _Totals(params, cache)
     try:
-        async with aclosing(services.generate(prompt, params)) as outputs:
-            async for out in outputs:
+        async with aclosing(outputs) as arriving:
+            async for out in arriving:
                 totals.add(out)
+                texts[out.index] += out.text
                 if out.text or out.logprobs:
                     logprobs = chat_logprobs(services.tokenizer, out.logprobs) if out.logprobs else None
                     yield chunk(out.index, {"content": out.text}, None, logprobs)
                 if out.finish_reason is not None:
-                    extra = totals.last_chunk(services, wants_usage)
+                    if rag:
+                        yield chunk(out.index, {"annotations": rag.annotations(texts[out.index])}, None)
+                    extra = totals.last_chunk(services, wants_usage, rag)
                     yield chunk(out.index, {}, out.finish_reason.value, None, **extra)
         if wants_usage:
             yield sse.event({**head, "choices": [], "usage": totals.usage()})
@@ -262,7 +285,7 @@ async def _completion_events(
 class _Totals:
     """What a stream says in its last chunk: usage over all continuations, and the prompt's log-probabilities."""
 
-    def __init__(self, params: SamplingParams, cache: CacheMode) -> None:
+    def __init__(self, params: SamplingParams, cache: CacheMode | None) -> None:
         self._params, self._cache = params, cache
         self._stats: dict[int, RequestStats] = {}
         self._prompt: list[TokenLogprobs] = []
@@ -277,7 +300,7 @@ class _Totals:
         """Usage, once all have ended."""
         return usage_dict([self._stats[0]], [s for i, s in self._stats.items() if i])
 
-    def last_chunk(self, services: Services, wants_usage: bool) -> dict[str, Any]:
+    def last_chunk(self, services: Services, wants_usage: bool, rag: ChatRag | None = None) -> dict[str, Any]:
         """Extra fields of a chunk that ends a continuation; empty unless it is the last one.
 
         Usage always comes with the last chunk; clients that asked for it get OpenAI's extra one instead.
@@ -285,6 +308,7 @@ class _Totals:
         if len(self._stats) < self._params.n:
             return {}
         extra: dict[str, Any] = certified_dict(self._cache) | ({} if wants_usage else {"usage": self.usage()})
+        extra |= rag.report(self._stats[0]) if rag else {}
         if self._params.prompt_logprobs is not None:
             extra["prompt_logprobs"] = prompt_logprobs(services.tokenizer, self._prompt)
         return extra

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from gateway.access import OPEN_PATHS
+from gateway.embeddings import EmbeddingRequest
 from gateway.errors import CODES
 from gateway.schemas import ChatRequest, CompletionRequest, IngestBody, RagRequest
 
@@ -22,7 +23,9 @@ ENDPOINTS: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (
     ("get", "/rag/collections", "Collections, and how many documents each holds", None),
     ("post", "/v1/chat/completions", "OpenAI chat, with `documents` as an extension", ChatRequest),
     ("post", "/v1/completions", "OpenAI completions", CompletionRequest),
-    ("get", "/v1/models", "What is served; `default` always means it", None),
+    ("post", "/v1/embeddings", "OpenAI embeddings, by the embedder that retrieval uses", EmbeddingRequest),
+    ("get", "/v1/models", "What is served; `default` means the model", None),
+    ("get", "/v1/models/{model}", "One of them", None),
     ("get", "/health/live", "The process answers", None),
     ("get", "/health/ready", "A question can be answered now, else 503", None),
     ("get", "/metrics", "Prometheus metrics", None),

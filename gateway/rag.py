@@ -10,22 +10,39 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from engine import BLOCK_SIZE, CacheMode, RequestStats, SamplingParams, Segment, SegmentKind
-from gateway.citations import Citation, cite
+from engine import (
+    BLOCK_SIZE,
+    CacheMode,
+    FinishReason,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+    Segment,
+    TokenCounts,
+)
+from gateway.citations import cite
 from gateway.errors import ApiError
 from gateway.keys import Caller
+from gateway.languages import language_name
 from gateway.order import PassageOrder
-from gateway.prompt import DEFAULT_SYSTEM, Message, PassageText, Prompt, PromptTooLong
+from gateway.prompt import BUILT_IN, Message, PassageText, Prompt, PromptTooLong
+from gateway.rag_reply import citation_dict, dropped_dicts, source_dict, tokens_by_kind
 from gateway.retrieval_client import RetrievalDead
 from gateway.schemas import Order, RagRequest
 from gateway.services import Services
 from gateway.turns import assemble, search_stages, stage
-from gateway.usage import certified_dict, counts_dict, timings_dict, usage_dict
+from gateway.usage import certified_dict, timings_dict, usage_dict
 from retrieval import Hit, SearchRequest, SearchResult, StorageFailed, StoreUnavailable
 
 T = TypeVar("T")
 NEW_CONVERSATION = "new"
 Event = tuple[str, dict[str, Any]]
+TIMINGS = (
+    *("embed_ms", "search_ms", "rerank_ms", "assemble_ms", "queue_ms", "prefill_ms", "decode_ms", "cite_ms"),
+    *("ttft_ms", "total_ms"),
+)
+"""Stages of a reply in their order, then arrival to first token and to end."""
+_NO_STATS = RequestStats(0, 0, TokenCounts(), (), 0, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -50,6 +67,7 @@ class Prepared:
 
     id: str
     query: str
+    language: str | None
     hits: tuple[Hit, ...]
     prompt: Prompt
     params: SamplingParams
@@ -57,7 +75,6 @@ class Prepared:
     timings: dict[str, float]
     conversation_id: str | None
     conversation: Conversation | None
-    answer: list[str] = field(default_factory=list)
 
 
 class RagPipeline:
@@ -69,33 +86,39 @@ class RagPipeline:
         """By tenant and id."""
         self._orders = PassageOrder(0)
 
-    async def prepare(self, request: RagRequest, caller: Caller) -> Prepared:
-        """Everything before the first token. Raises `ApiError`."""
+    async def prepare(self, request: RagRequest, caller: Caller, params: SamplingParams | None = None) -> Prepared:
+        """Everything before the first token; `params` in place of the request's own. Raises `ApiError`."""
         s, started = self._services, time.perf_counter()
         s.check_model(request.model)
         s.check_cache(request.cache)
         if request.order is Order.CACHE and s.settings.engine.deterministic:
             raise ApiError("unsupported_parameter", "order cache is not possible: deterministic is on", "order")
-        params = request.params(s.info.vocab_size, s.settings.gateway.default_max_tokens, temperature=0.0)
+        if params is None:
+            params = request.params(s.info.vocab_size, s.settings.gateway.default_max_tokens, temperature=0.0)
+        language = None if request.language is None else language_name(request.language)
         conversation_id, conversation = self._conversation(request, caller)
         num_chars = request.num_chars()
         s.check_length(num_chars, params.max_tokens, "query")
         found = await self._search(request, caller)
         assembling = time.perf_counter()
         num_chars += sum(len(h.passage.text) for h in found.hits)
-        prompt = await assemble(num_chars, lambda: self._assemble(request, found, params, conversation, caller))
+        prompt = await assemble(
+            num_chars, lambda: self._assemble(request, found, params, conversation, language, caller)
+        )
         prompt = request.caching(prompt)
         prompt = self._order(request, prompt) if prompt.passage_ids else prompt
         timings = {
-            "embed_ms": round(found.embed_ms, 2),
-            "search_ms": round(found.search_ms, 2),
-            "rerank_ms": round(found.rerank_ms, 2),
-            "assemble_ms": round((time.perf_counter() - assembling) * 1e3, 2),
+            "embed_ms": found.embed_ms,
+            "search_ms": found.search_ms,
+            "rerank_ms": found.rerank_ms,
+            "assemble_ms": _since(assembling),
         }
         s.metrics.searched(found)
         answer_id = f"rag-{uuid.uuid4().hex}"
         return Prepared(
-            answer_id, request.query, found.hits, prompt, params, started, timings, conversation_id, conversation
+            *(answer_id, request.query, language, found.hits, prompt, params, started, timings),
+            conversation_id=conversation_id,
+            conversation=conversation,
         )
 
     async def answer(self, request: RagRequest, caller: Caller) -> dict[str, Any]:
@@ -119,34 +142,61 @@ class RagPipeline:
             if p.conversation is not None:
                 p.conversation.is_busy = False
 
-    async def _answer_events(self, p: Prepared) -> AsyncGenerator[Event, None]:
-        yield "sources", {"id": p.id, "sources": [_source(h, p, None) for h in p.hits]}
+    async def outputs(self, p: Prepared) -> AsyncGenerator[RequestOutput, None]:
+        """What the engine makes of the prompt; where nothing was found, the fixed reply, and no engine is asked."""
         if not p.hits:
             reply = self._services.settings.gateway.no_context_reply
-            yield "delta", {"text": reply}
-            yield "final", self._final(p, reply, [], None, "stop", 0.0)
+            for i in range(p.params.n):
+                yield RequestOutput(p.id, reply, index=i, finish_reason=FinishReason.STOP, stats=_NO_STATS)
             return
-        ttft_ms, stats, reason = 0.0, None, "stop"
-        tokens: list[int] = []
         async with aclosing(self._services.generate(p.prompt, p.params)) as outputs:
             async for out in outputs:
-                if not tokens and out.token_ids:
-                    ttft_ms = (time.perf_counter() - p.started) * 1e3
-                tokens += out.token_ids
-                if out.text:
-                    p.answer.append(out.text)
-                    yield "delta", {"text": out.text}
-                if out.finish_reason is not None:
-                    stats, reason = out.stats, out.finish_reason.value
-        answer = "".join(p.answer)
+                if out.token_ids and "ttft_ms" not in p.timings:
+                    p.timings["ttft_ms"] = _since(p.started)
+                yield out
+
+    def cite(self, p: Prepared, answer: str) -> list[dict[str, Any]]:
+        """Citations of an answer, from the passages that are in the prompt."""
+        started = time.perf_counter()
         used = [h.passage for h in p.hits if h.passage.passage_id in p.prompt.passage_ids]
         with stage("cite"):
-            citations = cite(answer, p.query, used)
+            citations = [citation_dict(c, p.hits) for c in cite(answer, p.query, used)]
+        p.timings["cite_ms"] = p.timings.get("cite_ms", 0.0) + _since(started)
+        return citations
+
+    def before(self, p: Prepared) -> dict[str, Any]:
+        """What is known of a reply before its first token."""
+        return {"sources": [source_dict(h, p.prompt, None) for h in p.hits]}
+
+    def report(self, p: Prepared, stats: RequestStats) -> dict[str, Any]:
+        """What every reply over documents says beside the answer, at its end."""
+        timings = {**p.timings, **timings_dict(stats), "total_ms": _since(p.started)}
+        return {
+            "sources": [source_dict(h, p.prompt, stats) for h in p.hits],
+            "no_context": not p.hits,
+            "dropped": dropped_dicts(p.prompt),
+            "language": p.language,
+            "timings": {name: round(timings.get(name, 0.0), 2) for name in TIMINGS},
+        }
+
+    async def _answer_events(self, p: Prepared) -> AsyncGenerator[Event, None]:
+        yield "sources", {"id": p.id, **self.before(p)}
+        stats, reason = _NO_STATS, "stop"
+        answer, tokens = "", list[int]()
+        async with aclosing(self.outputs(p)) as outputs:
+            async for out in outputs:
+                tokens += out.token_ids
+                if out.text:
+                    answer += out.text
+                    yield "delta", {"text": out.text}
+                if out.finish_reason is not None:
+                    stats, reason = out.stats or _NO_STATS, out.finish_reason.value
+        citations = self.cite(p, answer)
         for c in citations:
-            yield "citation", _citation(c, p.hits)
-        if p.conversation is not None:
+            yield "citation", c
+        if p.conversation is not None and p.hits:
             p.conversation.segments, p.conversation.answer_ids = p.prompt.segments, tuple(tokens)
-        yield "final", self._final(p, answer, citations, stats, reason, ttft_ms)
+        yield "final", self._final(p, answer, citations, stats, reason)
 
     def _conversation(self, request: RagRequest, caller: Caller) -> tuple[str | None, Conversation | None]:
         """The conversation a request goes on with. The server makes the ids."""
@@ -187,19 +237,24 @@ class RagPipeline:
         found: SearchResult,
         params: SamplingParams,
         conversation: Conversation | None,
+        language: str | None,
         caller: Caller,
     ) -> Prompt:
         limit = self._services.info.max_model_len
         room = max(limit - params.max_tokens, limit // 2)
         passages = [PassageText(h.passage.passage_id, h.title, h.passage.text) for h in found.hits]
         assembler = self._services.assembler(caller)
+        template = self._services.templates.get(r.collection, BUILT_IN)
+        # In the tail, where it changes nothing of what others can reuse.
+        question = r.query if language is None else f"{r.query}\n\nAnswer in {language}."
         try:
             if conversation is not None and conversation.segments:
                 before, ids = conversation.segments, conversation.answer_ids
-                return assembler.follow_up(before, ids, r.query, passages, max_tokens=room)
-            system = DEFAULT_SYSTEM if r.system is None else r.system
+                return assembler.follow_up(before, ids, question, passages, template=template, max_tokens=room)
+            system = template.system if r.system is None else r.system
             history = [Message(m.role, m.content) for m in r.history or ()]
-            return assembler.rag(r.query, passages, system=system, history=history, max_tokens=room)
+            given: dict[str, Any] = {"system": system, "history": history, "template": template}
+            return assembler.rag(question, passages, **given, max_tokens=room)
         except PromptTooLong as e:
             raise self._services.too_long(e, params.max_tokens, "query") from e
 
@@ -217,77 +272,24 @@ class RagPipeline:
         return prompt
 
     def _final(
-        self,
-        p: Prepared,
-        answer: str,
-        citations: list[Citation],
-        stats: RequestStats | None,
-        reason: str,
-        ttft_ms: float,
+        self, p: Prepared, answer: str, citations: list[dict[str, Any]], stats: RequestStats, reason: str
     ) -> dict[str, Any]:
-        engine_ms = timings_dict(stats) if stats else {"queue_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0}
-        total_ms = round((time.perf_counter() - p.started) * 1e3, 2)
+        usage = {**usage_dict([stats]), "prompt_tokens_by_kind": tokens_by_kind(p.prompt, stats)}
         return {
             "id": p.id,
             "answer": answer,
-            "citations": [_citation(c, p.hits) for c in citations],
-            "sources": [_source(h, p, stats) for h in p.hits],
-            "usage": usage_dict([stats] if stats else []),
-            "timings": {**p.timings, **engine_ms, "ttft_ms": round(ttft_ms, 2), "total_ms": total_ms},
+            "citations": citations,
+            "usage": usage,
             "finish_reason": reason,
-            "no_context": not p.hits,
-            "dropped": list(p.prompt.dropped),
             "conversation_id": p.conversation_id,
+            **self.report(p, stats),
             **certified_dict(p.prompt.cache),
         }
 
 
-def _source(hit: Hit, p: Prepared, stats: RequestStats | None) -> dict[str, Any]:
-    return {
-        "document_id": hit.document_id,
-        "passage_id": hit.passage.passage_id,
-        "title": hit.title,
-        "source": hit.source,
-        "page": hit.passage.page,
-        "heading": hit.passage.heading,
-        "text": hit.passage.text,
-        "span": [hit.passage.start, hit.passage.end],
-        "score": round(hit.score, 4),
-        "scores": {
-            "dense": round(hit.scores.dense, 4),
-            "lexical": round(hit.scores.lexical, 4),
-            "fused": round(hit.scores.fused, 4),
-            "rerank": None if hit.scores.rerank is None else round(hit.scores.rerank, 4),
-        },
-        "metadata": hit.metadata,
-        "also_in": [{"document_id": t.document_id, "title": t.title} for t in hit.also_in],
-        "cache": _cache_of(hit, p, stats),
-    }
-
-
-def _cache_of(hit: Hit, p: Prepared, stats: RequestStats | None) -> dict[str, int] | None:
-    """What the cache did for a passage; None before the end, and for a passage that is not in the prompt."""
-    ids = p.prompt.passage_ids
-    if stats is None or hit.passage.passage_id not in ids:
-        return None
-    # A kept conversation holds passages of earlier turns as well; this turn's are the last ones.
-    own = [c for c, s in zip(stats.segments, p.prompt.segments, strict=True) if s.kind is SegmentKind.PASSAGE]
-    return counts_dict(own[-len(ids) :][ids.index(hit.passage.passage_id)])
-
-
-def _citation(c: Citation, hits: tuple[Hit, ...]) -> dict[str, Any]:
-    number, hit = next((i + 1, h) for i, h in enumerate(hits) if h.passage.passage_id == c.passage.passage_id)
-    return {
-        "number": number,
-        "document_id": hit.document_id,
-        "passage_id": c.passage.passage_id,
-        "title": hit.title,
-        "page": c.passage.page,
-        "span": [c.start, c.end],
-        "text": c.text,
-        "score": round(c.score, 4),
-        "answer_span": [c.answer_start, c.answer_end],
-    }
+def _since(started: float) -> float:
+    """Milliseconds."""
+    return (time.perf_counter() - started) * 1e3
 
 
 async def guarded(work: Awaitable[T]) -> T:

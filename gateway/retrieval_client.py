@@ -17,6 +17,8 @@ from retrieval import (
     Call,
     Document,
     DocumentsRequest,
+    Embeddings,
+    EmbedRequest,
     Failed,
     FromWorker,
     IngestRequest,
@@ -90,6 +92,11 @@ class RetrievalClient:
         result: SearchResult = await self._call("search", request)
         return result
 
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """Vectors of a few texts: searches wait meanwhile."""
+        embeddings: Embeddings = await self._call("embed", request)
+        return embeddings
+
     async def ingest(self, request: IngestRequest) -> Job:
         """Start a job and return it as it begins."""
         job: Job = await self._call("ingest", request)
@@ -147,8 +154,8 @@ class RetrievalClient:
         call_id = next(self._ids)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self._child.send(msgspec.msgpack.encode(Call(call_id, method, msgspec.msgpack.encode(argument))))
         try:
+            self._child.send(msgspec.msgpack.encode(Call(call_id, method, _encode(method, argument))))
             payload = await future
         finally:
             self._calls.pop(call_id, None)
@@ -182,3 +189,12 @@ class RetrievalClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(RetrievalDead(why))
+
+
+def _encode(method: str, argument: object) -> bytes:
+    """A call's argument. Raises `ValueError` for a number that JSON can hold and MessagePack cannot."""
+    try:
+        return msgspec.msgpack.encode(argument)
+    except OverflowError as e:
+        where = {"ingest": "metadata", "search": "filters"}.get(method, method)
+        raise ValueError(f"{where} holds a number that does not fit 64 bits") from e

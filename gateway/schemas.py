@@ -132,6 +132,19 @@ class RequestDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str | None = None
 
 
+class RagOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What /rag/query takes beside the question, for a chat."""
+
+    collection: str = DEFAULT_COLLECTION
+    top_k: int = 5
+    filters: dict[str, Any] | None = None
+    mode: SearchMode = SearchMode.HYBRID
+    min_score: dict[str, float] | None = None
+    diversity: float = 0.0
+    rerank: bool | None = None
+    language: str | None = None
+
+
 class ChatRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -144,6 +157,8 @@ class ChatRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prompt_logprobs: int | None = None
     stream_options: StreamOptions | None = None
     documents: list[RequestDocument] | None = None
+    rag: RagOptions | None = None
+    """Answer the last user message from documents, as /rag/query does."""
 
     def num_chars(self) -> int:
         """Characters of all messages and documents."""
@@ -219,11 +234,17 @@ class RagRequest(Sampling, frozen=True, forbid_unknown_fields=True, kw_only=True
     conversation_id: str | None = None
     """`new` begins a conversation that the server keeps; the reply names its id."""
     system: str | None = None
+    language: str | None = None
+    """Language of the answer, a name or a tag (`vi`); the question's own if absent."""
     model: str = "default"
 
     def num_chars(self) -> int:
         """Characters of all that the client wrote."""
         return len(self.query) + len(self.system or "") + sum(len(m.content) for m in self.history or ())
+
+    def _rename(self, given: dict[str, Any]) -> dict[str, str]:
+        given.pop("top_k")  # passages here, not tokens
+        return {}
 
 
 class IngestDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

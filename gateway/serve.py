@@ -27,6 +27,7 @@ from gateway.models import resolve_embedder, resolve_model
 from gateway.retrieval_client import RetrievalClient
 from gateway.services import Services
 from gateway.settings import Settings, SettingsError
+from gateway.templates import load_templates
 
 log = logging.getLogger("foreword")
 
@@ -42,18 +43,19 @@ FLUSH_S = 2
 
 
 def make_services(settings: Settings) -> Services:
-    """The parts of a server, not started. Fetches missing default models. Raises `ModelError`."""
+    """The parts of a server, not started. Fetches missing default models. Raises `ModelError`, `SettingsError`."""
     g = settings.gateway
     offline = g.offline
 
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
+    templates = load_templates(g.prompt_templates)
     model = resolve_model(settings.engine.model, offline=offline, say=say, verbose=True)
     embedder = resolve_embedder(g.embedder, offline=offline, say=say, verbose=True)
     engine = LocalEngineClient(msgspec.structs.replace(settings.engine, model=str(model)))
     retrieval = RetrievalClient(settings.data_dir, embedder, g.embed_threads, g.store, g.reranker, g.passage_overlap)
-    return Services(settings, engine, retrieval, model)
+    return Services(settings, engine, retrieval, model, templates)
 
 
 class _Uvicorn(uvicorn.Server):

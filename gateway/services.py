@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from gateway.output_clock import OutputClock
 from gateway.prompt import Prompt, PromptAssembler, PromptTooLong
 from gateway.retrieval_client import RetrievalClient
 from gateway.settings import Settings
+from gateway.templates import PromptTemplate
 from gateway.tracing import make_tracing
 from gateway.turns import TICKET, before_deadline, turn_of
 
@@ -45,11 +46,20 @@ MAX_ASSEMBLERS = 32
 class Services:
     """Everything that handlers use. `start` returns when an answer can be given."""
 
-    def __init__(self, settings: Settings, engine: EngineClient, retrieval: RetrievalClient, model_path: Path) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineClient,
+        retrieval: RetrievalClient,
+        model_path: Path,
+        templates: Mapping[str, PromptTemplate] | None = None,
+    ) -> None:
         self.settings = settings
         self.engine = engine
         self.retrieval = retrieval
         self.metrics = Metrics()
+        self.templates = templates or {}
+        """Prompt templates by collection."""
         self.keys = KeyFile(settings.data_dir)
         self.urls = UrlFetcher()
         self.tracing = make_tracing(settings.gateway.traces, settings.gateway.otlp_endpoint)

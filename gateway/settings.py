@@ -93,6 +93,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Prompt and output tokens a minute of one API key; 0: no limit."""
     tenant_weights: str = ""
     """Shares of tenants under load, as `acme=3,other=0.5`; a tenant that is not named has 1."""
+    prompt_templates: str = ""
+    """Folder of prompt templates, COLLECTION.jinja; empty for none."""
     max_conversations: int = 1000
     """Conversations kept in memory for each tenant; the longest unused goes first."""
     allow_linked: bool = True

@@ -29,7 +29,7 @@ def usage_dict(stats: Sequence[RequestStats], siblings: Sequence[RequestStats] =
     }
 
 
-def certified_dict(cache: CacheMode) -> dict[str, bool]:
+def certified_dict(cache: CacheMode | None) -> dict[str, bool]:
     """What a reply says of an answer that may rest on linked passages: no certificate covers it. Else nothing."""
     return {"certified": False} if cache is CacheMode.LINKED else {}
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from retrieval.api import (
     DEFAULT_COLLECTION,
     Document,
+    Embeddings,
+    EmbedRequest,
     Hit,
     IngestRequest,
     Job,
@@ -49,6 +51,8 @@ __all__ = [
     "Call",
     "Document",
     "DocumentsRequest",
+    "EmbedRequest",
+    "Embeddings",
     "Failed",
     "FromWorker",
     "Hit",

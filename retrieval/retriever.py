@@ -13,6 +13,8 @@ import msgspec
 
 from retrieval.api import (
     Document,
+    Embeddings,
+    EmbedRequest,
     Hit,
     IngestRequest,
     Job,
@@ -118,6 +120,15 @@ class Retriever:
             raise ValueError("rerank: this server has no reranker (setting `reranker`)")
         if "rerank" in (request.min_score or {}) and not self._is_reranked(request):
             raise ValueError("min_score.rerank: this search is not reranked, so no hit has that score")
+
+    def embed(self, request: EmbedRequest) -> Embeddings:
+        """Vectors of texts; none of them where one is longer than the model reads, so nothing is cut unseen."""
+        e, texts = self.embedder, request.texts
+        counts = tuple(e.num_tokens(t, request.is_query) for t in texts)
+        if not all(0 < n <= e.max_tokens for n in counts):
+            return Embeddings(counts, e.max_tokens, e.dim, b"")
+        vectors = e.embed_queries(texts) if request.is_query else e.embed_passages(texts)
+        return Embeddings(counts, e.max_tokens, e.dim, vectors.astype("<f4").tobytes())
 
     def ingest(self, request: IngestRequest) -> Job:
         """Ingest sources at once, as a job that is not kept; a bad one is reported and does not sink the others."""

@@ -6,7 +6,17 @@ from typing import Any
 
 import msgspec
 
-from retrieval.api import Document, IngestRequest, Job, Passage, RetrievalStats, SearchRequest, SearchResult
+from retrieval.api import (
+    Document,
+    Embeddings,
+    EmbedRequest,
+    IngestRequest,
+    Job,
+    Passage,
+    RetrievalStats,
+    SearchRequest,
+    SearchResult,
+)
 
 STORE = "FOREWORD_STORE"
 """Variable that tells a worker the URL of a shared store."""
@@ -63,6 +73,7 @@ FromWorker = Ready | Failed | Reply
 
 METHODS: dict[str, tuple[Any, Any]] = {
     "search": (SearchRequest, SearchResult),
+    "embed": (EmbedRequest, Embeddings),
     "ingest": (IngestRequest, Job),
     "retry": (ById, Job),
     "job": (ById, Job | None),

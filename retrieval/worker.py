@@ -25,7 +25,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from retrieval.api import IngestRequest, Job, SearchRequest, SearchResult, StorageFailed
+from retrieval.api import Embeddings, EmbedRequest, IngestRequest, Job, SearchRequest, SearchResult, StorageFailed
 from retrieval.corpus import EmbedderMismatch, StoreLocked
 from retrieval.retriever import Retriever
 from retrieval.wire import METHODS, STORE, ById, Call, DocumentsRequest, Failed, FromWorker, Ready, Reply
@@ -98,6 +98,10 @@ class RetrievalServer:
         if self._searching is None:
             self._searching = asyncio.create_task(self._search_all())
         return await future
+
+    async def _do_embed(self, request: EmbedRequest) -> Embeddings:
+        """In the same thread as searches, in the order of arrival, so callers keep their requests small."""
+        return await asyncio.get_running_loop().run_in_executor(self._search_pool, self._retriever.embed, request)
 
     async def _search_all(self) -> None:
         """Answer waiting questions, many at a time."""

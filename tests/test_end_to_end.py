@@ -81,6 +81,7 @@ def test_a_question_is_answered_from_the_right_passage_with_a_citation(server: S
         "queue_ms",
         "prefill_ms",
         "decode_ms",
+        "cite_ms",
         "ttft_ms",
         "total_ms",
     } == set(reply["timings"])
@@ -187,7 +188,7 @@ def test_the_openai_client_chats_and_streams_the_same_text(server: Server) -> No
     assert chunks[-1].choices == []
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
-    assert {m.id for m in client.models.list()} == {"default", "SmolLM2-135M-Instruct.Q4_1"}
+    assert {"default", "SmolLM2-135M-Instruct.Q4_1"} < {m.id for m in client.models.list()}
     text = client.completions.create(model="default", prompt=["One two three", "A B C"], max_tokens=4, temperature=0)
     assert len(text.choices) == 2
     with pytest.raises(openai.NotFoundError, match="gpt-4"):

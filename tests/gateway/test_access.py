@@ -23,7 +23,9 @@ NEEDED: dict[tuple[str, str], str] = {
     ("get", "/rag/collections"): "query",
     ("post", "/v1/chat/completions"): "query",
     ("post", "/v1/completions"): "query",
+    ("post", "/v1/embeddings"): "query",
     ("get", "/v1/models"): "query",
+    ("get", "/v1/models/{model}"): "query",
     ("post", "/rag/documents"): "ingest",
     ("delete", "/rag/documents/{document_id}"): "ingest",
     ("get", "/rag/jobs/{job_id}"): "ingest",
@@ -36,7 +38,7 @@ HOLDERS = {"query": "ann_reads", "ingest": "ann", "admin": "root"}
 
 
 def url_of(path: str) -> str:
-    return path.replace("{document_id}", "none").replace("{job_id}", "none")
+    return path.replace("{document_id}", "none").replace("{job_id}", "none").replace("{model}", "none")
 
 
 def test_the_server_is_open_until_the_first_key_and_closed_at_once_after(keyed: Keyed) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from tiny_model import make_tiny_model
 
 from engine import SegmentKind, Tokenizer, load_tokenizer
-from gateway.prompt import Message, PassageText, PromptAssembler, PromptTooLong
+from gateway.prompt import Dropped, Message, PassageText, PromptAssembler, PromptTooLong
 
 PASSAGES = [PassageText(f"p{i}", f"Title {i}", f"Passage {i} says that {i} is a number. " * 3) for i in range(4)]
 
@@ -55,7 +57,7 @@ def test_weakest_passages_are_dropped_and_named(assembler: PromptAssembler) -> N
     whole = assembler.rag("A?", PASSAGES, max_tokens=1000)
     size = len(whole.segments[1].token_ids)
     cut = assembler.rag("A?", PASSAGES, max_tokens=whole.num_tokens - size)
-    assert (cut.passage_ids, cut.dropped) == (("p0", "p1", "p2"), ("p3",))
+    assert (cut.passage_ids, cut.dropped) == (("p0", "p1", "p2"), (Dropped("p3", size),))
     with pytest.raises(PromptTooLong, match="the limit is 20"):
         assembler.rag("A?", PASSAGES, max_tokens=20)
 
@@ -144,3 +146,58 @@ def test_every_segment_has_the_assemblers_scope(tokenizer: Tokenizer) -> None:
         own.completion("x", max_tokens=999),
     ]
     assert {s.scope for p in prompts for s in p.segments} == {"tenant/a"}
+
+
+LLAMA_3 = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+GEMMA = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+def with_template(folder: Path, template: str) -> Tokenizer:
+    """A byte tokenizer whose template is this."""
+    make_tiny_model(folder)
+    config = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    return load_tokenizer(folder)
+
+
+def test_there_is_one_begin_of_text_token_in_every_kind_of_prompt(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = with_template(tmp_path / "tiny", LLAMA_3)
+    assembler = PromptAssembler(tokenizer)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    reference = AutoTokenizer.from_pretrained(tmp_path / "tiny")
+    expected = reference.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)["input_ids"]
+    (bos,) = (tokenizer.control_tokens["<|endoftext|>"],)
+    chat = assembler.chat(messages, max_tokens=1000)
+    rag = assembler.rag("Why?", (), system="Be brief.", max_tokens=1000)
+    for prompt in (chat, rag):
+        ids = [t for s in prompt.segments for t in s.token_ids]
+        assert ids == expected
+        assert ids.count(bos) == 1
+    assert assembler.completion("Why?", max_tokens=1000).segments[0].token_ids.count(bos) <= 1
+
+
+@pytest.mark.parametrize(
+    ("roles", "words"),
+    [
+        (("system", "user"), "System role not supported"),
+        (("user", "user"), "must alternate"),
+        (("assistant", "user"), "must alternate"),
+        (("system",), "System role not supported"),
+    ],
+)
+def test_what_a_template_refuses_is_told_in_its_own_words(tmp_path: Path, roles: tuple[str, ...], words: str) -> None:
+    assembler = PromptAssembler(with_template(tmp_path / "tiny", GEMMA))
+    with pytest.raises(ValueError, match=words):
+        assembler.chat([{"role": r, "content": "x"} for r in roles], max_tokens=1000)
+    rag = assembler.rag("Why?", PASSAGES[:1], system="Be brief.", max_tokens=1000)
+    assert "Be brief." in text_of(assembler.tokenizer, rag)
