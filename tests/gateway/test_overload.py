@@ -179,7 +179,8 @@ def test_a_client_that_leaves_the_queue_gives_its_place_to_the_next(server: Serv
         with streams(server) as s:
             return s.open().status_code == 429
 
-    with busy(server) as s, httpx.Client(base_url=server.url, timeout=60) as leaver, ThreadPoolExecutor() as pool:
+    # A closed socket is held by the thread that reads from it: a whole answer is given up by its client's time-out.
+    with busy(server) as s, httpx.Client(base_url=server.url, timeout=2) as leaver, ThreadPoolExecutor() as pool:
         s.open()
         if stream:
             s.open()
@@ -188,8 +189,7 @@ def test_a_client_that_leaves_the_queue_gives_its_place_to_the_next(server: Serv
         else:
             whole = pool.submit(leaver.post, CHAT, json=chat(stream=False))
             wait_for(is_full, 2)
-            leaver.close()
-            with suppress(httpx.HTTPError):
+            with pytest.raises(httpx.ReadTimeout):
                 whole.result()
         wait_for(lambda: not is_full(), 1)
 
@@ -203,7 +203,8 @@ def test_a_client_that_leaves_while_passages_are_searched_gives_its_place_up(ser
             return s.open(**chat(max_tokens=1)).status_code == 429
 
     with paused(child_pid(server, "retrieval.worker")), ThreadPoolExecutor() as pool:
-        clients = [httpx.Client(base_url=server.url, timeout=60) for _ in range(2 + MAX_QUEUED)]
+        limit_s = 60 if stream else 2
+        clients = [httpx.Client(base_url=server.url, timeout=limit_s) for _ in range(2 + MAX_QUEUED)]
         asked = [pool.submit(c.post, "/rag/query", json=body) for c in clients]
         wait_for(is_full, 2)
         for client in clients:

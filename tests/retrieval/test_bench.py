@@ -26,24 +26,14 @@ def test_the_bench_fills_measures_and_reuses(
     tmp_path: Path, embedder_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FOREWORD_CACHE", str(tmp_path / "cache"))
-    folder = write_files(tmp_path / "docs", 70)
-    argv = [
-        "bench",
-        "retrieval",
-        str(folder),
-        "--embedder",
-        str(embedder_path),
-        "--passages",
-        "100",
-        "--questions",
-        "12",
-    ]
-    argv += ["--ingest-passages", "5"]
+    folder = write_files(tmp_path / "docs", 12)
+    argv = ["bench", "retrieval", str(folder), "--embedder", str(embedder_path)]
+    argv += ["--passages", "20", "--questions", "12", "--ingest-passages", "5"]
     assert main(argv) == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out.splitlines()[-1])
     assert "0 passages" in shown.err
-    assert result["passages"] >= 100
+    assert result["passages"] >= 20
     assert set(result["search"]) == {"dense", "lexical", "hybrid"}
     assert all(0 < t["p50_ms"] <= t["p99_ms"] for t in result["search"].values())
     assert result["approximate"]["recall@10"] > 0.8
